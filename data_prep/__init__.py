@@ -1,0 +1,1 @@
+"""Data sets: source shapes to canonical problems, grading, feedback, splits, manifest."""

@@ -1,0 +1,1 @@
+"""One file a task: reads a response and gives the verdict."""

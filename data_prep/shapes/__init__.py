@@ -1,0 +1,1 @@
+"""One file a source shape: raw rows to canonical problems."""

@@ -1,0 +1,1 @@
+"""Declarations: profiles, arms, experiments."""

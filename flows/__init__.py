@@ -1,0 +1,1 @@
+"""The Prefect flow, the command line and the services."""

@@ -1,0 +1,1 @@
+"""From finished records to a results page."""

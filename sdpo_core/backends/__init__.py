@@ -1,0 +1,1 @@
+"""Policies (trainable models): the protocol, the table, one file a backend."""

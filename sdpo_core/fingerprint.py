@@ -1,0 +1,59 @@
+"""The fingerprint of a cell: a hash of what determines its result, and of nothing else.
+
+Spec, digests of the data and of the base weights, and the numerics version enter; hosts, paths and commits do not.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sdpo_core.errors import SpecError
+from sdpo_core.specs import BaseSpec, CellSpec
+
+# Raise it when a change of code alters numbers under an unchanged spec; cells of another version are `stale`.
+NUMERICS_VERSION = 1
+
+_HEX_DIGITS = 20
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces; a value without a stable form is refused."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SpecError(
+            f"fingerprint: got a value that has no stable JSON form ({error}), expected plain data. "
+            "Use numbers, text, lists and mappings in specs."
+        ) from None
+
+
+def digest(value: Any) -> str:
+    """First 20 hex digits of the SHA-256 of `canonical_json(value)`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:_HEX_DIGITS]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def base_fingerprint(spec: BaseSpec, *, data_digests: Mapping[str, str]) -> str:
+    """Fingerprint of base weights: the recipe and the data sets it is warmed up on (name to digest)."""
+    return digest({"base": spec.model_dump(mode="json"), "data": dict(data_digests), "numerics": NUMERICS_VERSION})
+
+
+def cell_fingerprint(
+    spec: CellSpec, *, data_digest: str, base_digest: str, numerics_version: int = NUMERICS_VERSION
+) -> str:
+    """Fingerprint of a cell."""
+    return digest(
+        {
+            "spec": spec.model_dump(mode="json"),
+            "data": data_digest,
+            "base": base_digest,
+            "numerics": numerics_version,
+        }
+    )

@@ -1,0 +1,1 @@
+"""Pure maths: support tables, divergences, advantages, policy loss, reduction."""

@@ -1,0 +1,1 @@
+"""Rollout engines: the protocol, the table, the local engine."""

@@ -1,0 +1,1 @@
+"""The teacher: its context and prompt, the schedule of its weights, its scores."""

@@ -1,0 +1,1 @@
+"""Thin Prefect tasks, Ray jobs, tracking."""
