@@ -1,0 +1,1 @@
+"""Slow float64 re-derivations from the source equations; they import nothing of ours."""
