@@ -1,0 +1,229 @@
+"""The records a results page is made of, and how they are read from the store."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reports.statistics import Value
+from sdpo_core.errors import DataError
+from sdpo_core.journal import CellState, MetricRecord, Store, read_json
+from sdpo_core.metrics import METRICS, Trait
+from sdpo_core.specs import CellSpec, TeacherSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCell:
+    """A declared cell and where the store would hold it; all but `spec` are None while its base is not made."""
+
+    spec: CellSpec
+    fingerprint: str | None
+    data_digest: str | None
+    base_digest: str | None
+    base_fingerprint: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetFacts:
+    """What a page says of a data set.
+
+    `splits`: rows a split; `baselines`: accuracy of a guess by name, then split; `quarantined`: rows by reason code.
+    """
+
+    name: str
+    splits: Mapping[str, int]
+    baselines: Mapping[str, Mapping[str, float]]
+    digest: str
+    quarantined: Mapping[str, int]
+    rows_read: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellRow:
+    """One cell as the page sees it. `metrics` is empty unless the cell is done; times are in Unix seconds.
+
+    `workers`: worker to its process id and weight checksums; `environment`: what the cell ran on.
+    """
+
+    dataset: str
+    arm: str
+    seed: int
+    state: CellState
+    note: str
+    fingerprint: str | None
+    data_digest: str | None
+    base_fingerprint: str | None
+    algorithm: str
+    teacher: str | None
+    spec: CellSpec
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    curves: tuple[MetricRecord, ...] = ()
+    workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    started: float | None = None
+    ended: float | None = None
+    run_id: str | None = None
+
+    @property
+    def traits(self) -> frozenset[Trait]:
+        """What the arm promises to measure, read off its declaration."""
+        teacher = teacher_spec(self.spec)
+        if teacher is None:
+            return frozenset({"any"})
+        return frozenset({"any", "distill"} if teacher.rate is None else {"any", "distill", "ema"})
+
+    @property
+    def seconds(self) -> Value:
+        """Wall seconds of the training that finished the cell."""
+        if self.state != "done":
+            return self.state
+        return self.ended - self.started if self.started is not None and self.ended is not None else "missing"
+
+    def value(self, name: str) -> Value:
+        """The run's number of a metric, or the reason why there is none."""
+        if self.state != "done":
+            return self.state
+        number = self.metrics.get(name)
+        if number is not None:
+            return float(number)
+        is_lost = name not in self.metrics and METRICS[name].trait in self.traits
+        return "missing" if is_lost else "n/a"
+
+    def series(self, name: str) -> tuple[tuple[int, float | None], ...]:
+        """(step, value) of a metric through the run."""
+        return tuple((record.step, record.metrics[name]) for record in self.curves if name in record.metrics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseRow:
+    """A base model probed on one data set; accuracies are avg@k, None where the probe does not apply."""
+
+    dataset: str
+    fingerprint: str
+    weights_digest: str
+    parameters: int
+    seconds: float
+    dev_problems: int
+    dev_accuracy: float
+    demonstration_accuracy: float
+    feedback_accuracy: float | None
+    test_problems: int
+    test_accuracy: float
+    test_format_rate: float
+
+
+def teacher_spec(spec: CellSpec) -> TeacherSpec | None:
+    """The declared teacher of a cell's algorithm, None for an algorithm without one."""
+    teacher = getattr(spec.algorithm, "teacher", None)
+    return teacher if isinstance(teacher, TeacherSpec) else None
+
+
+def teacher_text(spec: CellSpec) -> str | None:
+    """How the page names the teacher: `static`, `live`, `EMA 0.05`; None without a teacher."""
+    teacher = teacher_spec(spec)
+    if teacher is None:
+        return None
+    return teacher.schedule if teacher.rate is None else f"{teacher.schedule.upper()} {teacher.rate:g}"
+
+
+def load_cells(store: Store, planned: Sequence[PlannedCell]) -> tuple[CellRow, ...]:
+    """Read every planned cell, in order; what is not there becomes a row that says why."""
+    return tuple(_load_cell(store, cell) for cell in planned)
+
+
+def load_bases(store: Store, planned: Sequence[PlannedCell]) -> tuple[BaseRow, ...]:
+    """Read the probed base of every data set among the planned cells; one that is not probed yet has no row."""
+    wanted = dict.fromkeys((cell.spec.dataset, cell.base_fingerprint) for cell in planned)
+    rows = (_load_base(store.bases / key, dataset=name, fingerprint=key) for name, key in wanted if key is not None)
+    return tuple(row for row in rows if row is not None)
+
+
+def _load_cell(store: Store, planned: PlannedCell) -> CellRow:
+    if planned.fingerprint is None or planned.data_digest is None or planned.base_digest is None:
+        return _row(planned, state="missing", note="its base model is not made yet")
+    status = store.status(planned.spec, data_digest=planned.data_digest, base_digest=planned.base_digest)
+    journal = store.journal(planned.fingerprint)
+    if status.state != "done":
+        return _row(planned, state=status.state, note=status.note, curves=journal.read_metrics())
+    result = read_json(journal.result_path)
+    tracking = read_json(journal.tracking_path) if journal.tracking_path.exists() else {}
+    try:
+        return _row(
+            planned,
+            state="done",
+            note=status.note,
+            curves=journal.read_metrics(),
+            metrics=result["metrics"],
+            workers=result["workers"],
+            environment=result["environment"],
+            started=result["started"],
+            ended=result["ended"],
+            run_id=tracking.get("run_id"),
+        )
+    except KeyError as error:
+        raise DataError(
+            f"{journal.result_path}: got a result without {error}, expected a complete one. "
+            f"Delete {journal.folder} to train {planned.spec.label} afresh."
+        ) from None
+
+
+def _row(
+    planned: PlannedCell,
+    *,
+    state: CellState,
+    note: str,
+    metrics: Mapping[str, float | None] | None = None,
+    curves: tuple[MetricRecord, ...] = (),
+    workers: Mapping[str, Mapping[str, Any]] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    started: float | None = None,
+    ended: float | None = None,
+    run_id: str | None = None,
+) -> CellRow:
+    spec = planned.spec
+    return CellRow(
+        dataset=spec.dataset,
+        arm=spec.arm,
+        seed=spec.seed,
+        state=state,
+        note=note,
+        fingerprint=planned.fingerprint,
+        data_digest=planned.data_digest,
+        base_fingerprint=planned.base_fingerprint,
+        algorithm=spec.algorithm.name,
+        teacher=teacher_text(spec),
+        spec=spec,
+        metrics=metrics or {},
+        curves=curves,
+        workers=workers or {},
+        environment=environment or {},
+        started=started,
+        ended=ended,
+        run_id=run_id,
+    )
+
+
+def _load_base(folder: Path, *, dataset: str, fingerprint: str) -> BaseRow | None:
+    probe_path = folder / f"probe-{dataset}.json"
+    if not probe_path.exists():
+        return None
+    base, probe = read_json(folder / "base.json"), read_json(probe_path)
+    try:
+        return BaseRow(
+            dataset=dataset,
+            fingerprint=fingerprint,
+            weights_digest=base["weights_digest"],
+            parameters=base["parameters"],
+            seconds=base["seconds"],
+            dev_problems=probe["dev_problems"],
+            dev_accuracy=probe["dev_accuracy"],
+            demonstration_accuracy=probe["demonstration_accuracy"],
+            feedback_accuracy=probe["feedback_accuracy"],
+            test_problems=probe["test_problems"],
+            test_accuracy=probe["test_accuracy"],
+            test_format_rate=probe["test_format_rate"],
+        )
+    except KeyError as error:
+        raise DataError(
+            f"{probe_path}: got a base or a probe without {error}, expected a complete one. Delete {folder}."
+        ) from None

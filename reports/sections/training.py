@@ -1,0 +1,23 @@
+"""Whether training trained: steps taken, gradient, reward, signal in the groups."""
+
+from reports.page import Page, by_dataset, meanings
+
+_NAMES = (
+    "train/optimizer_steps",
+    "train/grad_norm",
+    "train/loss",
+    "train/reward",
+    "train/dead_group_fraction",
+    "train/response_tokens",
+    "train/truncated_fraction",
+)
+
+
+def render(page: Page) -> str:
+    """One table a data set, one column an arm."""
+    note = (
+        "Each number is one run's steps (sum of the optimizer steps, mean of the others), then mean \u00b1 sample sd "
+        "over seeds. Losses of different algorithms are not comparable."
+    )
+    tables = by_dataset(page, arms=page.arms, names=_NAMES)
+    return f"## Training\n\n{note} {meanings(('train/dead_group_fraction',))}\n\n{tables}"

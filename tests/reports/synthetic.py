@@ -1,0 +1,275 @@
+"""A store with invented numbers, written through the real journal: what the pages of these tests are made from."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reports.rows import BaseRow, CellRow, DatasetFacts, PlannedCell, load_bases, load_cells
+from sdpo_core.errors import DataError
+from sdpo_core.fingerprint import cell_fingerprint
+from sdpo_core.journal import MetricRecord, Store, write_json
+from sdpo_core.metrics import METRICS, Trait, promised, summarise
+from sdpo_core.specs import CellSpec, ExperimentSpec
+
+SEEDS = (42, 1234, 2026)
+DATASETS = ("spell_backward", "sciknoweval-physics")
+ARMS: Mapping[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo"},
+    "sdpo-static": {"name": "sdpo", "teacher": {"schedule": "static"}},
+    "sdpo-ema": {"name": "sdpo", "teacher": {"schedule": "ema", "rate": 0.05}},
+}
+STEPS = 6
+START = 1_800_000_000.0
+FACTS = (
+    DatasetFacts(
+        name="spell_backward",
+        splits={"train": 400, "dev": 64, "test": 128, "warmup": 800},
+        baselines={},
+        digest="5e11bac0",
+        quarantined={},
+        rows_read=1392,
+    ),
+    DatasetFacts(
+        name="sciknoweval-physics",
+        splits={"train": 640, "dev": 79, "test": 80},
+        baselines={"uniform": {"dev": 0.25, "test": 0.25}, "always B": {"dev": 0.39, "test": 0.4125}},
+        digest="9b451c50",
+        quarantined={"duplicate_options": 1},
+        rows_read=800,
+    ),
+)
+
+# Accuracy each arm reaches; seeds differ by +-0.02 around it.
+_FINAL = {
+    "spell_backward": {"grpo": 0.94, "sdpo-static": 0.96, "sdpo-ema": 0.97},
+    "sciknoweval-physics": {"grpo": 0.40, "sdpo-static": 0.42, "sdpo-ema": 0.38},
+}
+_START = {"spell_backward": 0.5, "sciknoweval-physics": 0.2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Synthetic:
+    """What a page is written from."""
+
+    experiment: ExperimentSpec
+    cells: tuple[CellRow, ...]
+    bases: tuple[BaseRow, ...]
+
+
+def experiment(*, seeds: Sequence[int] = SEEDS, question: str = "Does SDPO beat GRPO?") -> ExperimentSpec:
+    return ExperimentSpec(
+        name="e900",
+        question=question,
+        prediction="Both reach 0.9 on spell_backward.\nNeither learns physics.",
+        datasets=DATASETS,
+        arms=tuple(ARMS),
+        seeds=tuple(seeds),
+        profile="tiny",
+    )
+
+
+def variant(spec: CellSpec, *, dataset: str, arm: str, seed: int, algorithm: Mapping[str, Any]) -> CellSpec:
+    """`spec` as another cell of the same profile."""
+    fields = spec.model_dump(mode="json")
+    task = "spell_backward" if dataset == "spell_backward" else "mcq"
+    evaluation = {"samples_per_problem": 4, "temperature": 1.0, "dev_problems": 64, "test_problems": 100}
+    training = fields["training"] | {"steps": STEPS, "evaluate_every": 2}
+    changes = {"dataset": dataset, "task": task, "arm": arm, "seed": seed, "algorithm": dict(algorithm)}
+    return CellSpec.model_validate(fields | changes | {"evaluation": evaluation, "training": training})
+
+
+def plan(spec: CellSpec, *, arms: Mapping[str, dict[str, Any]], seeds: Sequence[int]) -> tuple[PlannedCell, ...]:
+    """Every cell, with its base made."""
+    cells = [
+        variant(spec, dataset=dataset, arm=arm, seed=seed, algorithm=algorithm)
+        for dataset in DATASETS
+        for arm, algorithm in arms.items()
+        for seed in seeds
+    ]
+    return tuple(planned_cell(cell) for cell in cells)
+
+
+def planned_cell(cell: CellSpec) -> PlannedCell:
+    digests = {"data_digest": f"data-{cell.dataset}", "base_digest": f"weights-{cell.dataset}"}
+    return PlannedCell(
+        spec=cell,
+        fingerprint=cell_fingerprint(cell, data_digest=digests["data_digest"], base_digest=digests["base_digest"]),
+        data_digest=digests["data_digest"],
+        base_digest=digests["base_digest"],
+        base_fingerprint=f"base-{cell.dataset}",
+    )
+
+
+def write_bases(store: Store) -> None:
+    """A base and its probe for each data set; physics has no feedback probe."""
+    for name, accuracy, with_demonstration, with_feedback in (
+        ("spell_backward", 0.5, 0.9, 0.75),
+        ("sciknoweval-physics", 0.2, 0.55, None),
+    ):
+        folder = store.bases / f"base-{name}"
+        base = {"weights_digest": f"weights-{name}", "parameters": 812_544, "vocab_size": 259, "seconds": 41.5}
+        write_json(folder / "base.json", {"fingerprint": f"base-{name}", "losses": [3.0, 1.0], **base})
+        probe = {
+            "dataset": name,
+            "dev_problems": 64,
+            "dev_accuracy": accuracy,
+            "demonstration_accuracy": with_demonstration,
+            "feedback_accuracy": with_feedback,
+            "test_problems": 100,
+            "test_accuracy": accuracy,
+            "test_format_rate": 0.96875,
+        }
+        write_json(folder / f"probe-{name}.json", probe)
+
+
+def write_done(store: Store, planned: PlannedCell) -> None:
+    """Journal and result of a finished cell; every number follows from its spec."""
+    assert planned.fingerprint is not None
+    spec = planned.spec
+    journal, records = store.journal(planned.fingerprint), _records(spec)
+    journal.write_spec(
+        spec,
+        fingerprint=planned.fingerprint,
+        data_digest=str(planned.data_digest),
+        base_digest=str(planned.base_digest),
+    )
+    for record in records:
+        journal.append_metrics(record)
+    write_json(
+        journal.result_path,
+        {
+            "fingerprint": planned.fingerprint,
+            "label": spec.label,
+            "steps": STEPS,
+            "started": START + spec.seed,
+            "ended": START + spec.seed + 31.25,
+            "metrics": summarise([(record.moment, record.metrics) for record in records]),
+            "workers": _workers(spec),
+            "environment": {
+                "python": "3.11.9",
+                "torch": "2.13.0+cpu",
+                "platform": "Linux x86_64",
+                "cpu": "Some CPU | 2 cores",
+                "threads": 1,
+                "memory": "resident",
+                "commit": "0123456789abcdef0123456789abcdef01234567",
+                "numerics_version": 1,
+            },
+        },
+    )
+    write_json(journal.tracking_path, {"run_id": f"run-{spec.arm}-{spec.seed}", "experiment_id": "1"})
+
+
+def synthetic(
+    home: Path,
+    spec: CellSpec,
+    *,
+    arms: Mapping[str, dict[str, Any]] | None = None,
+    seeds: Sequence[int] = SEEDS,
+    is_done: Callable[[CellSpec], bool] = lambda _: True,
+) -> Synthetic:
+    """A store whose cells are done where `is_done` says so, read back through reports/rows.py."""
+    store, planned = Store(home), plan(spec, arms=ARMS if arms is None else arms, seeds=seeds)
+    write_bases(store)
+    for cell in planned:
+        if is_done(cell.spec):
+            write_done(store, cell)
+    return Synthetic(
+        experiment=experiment(seeds=seeds), cells=load_cells(store, planned), bases=load_bases(store, planned)
+    )
+
+
+def with_holes(home: Path, spec: CellSpec) -> Synthetic:
+    """Cells in every state. `stale` is set by hand: there is no older numerics version yet to be done under."""
+    store, planned = Store(home), plan(spec, arms=ARMS, seeds=SEEDS)
+    write_bases(store)
+    special = {
+        "spell_backward/grpo/1234": "failed",
+        "spell_backward/sdpo-ema/42": "running",
+        "spell_backward/sdpo-static/2026": "missing",
+        "spell_backward/sdpo-ema/2026": "stale",
+        "sciknoweval-physics/sdpo-ema/42": "missing",
+        "sciknoweval-physics/sdpo-ema/1234": "missing",
+        "sciknoweval-physics/sdpo-ema/2026": "missing",
+    }
+    for cell in planned:
+        if cell.spec.label not in special:
+            write_done(store, cell)
+    by_label = {cell.spec.label: cell for cell in planned}
+    failed = store.journal(str(by_label["spell_backward/grpo/1234"].fingerprint))
+    write_json(failed.error_path, {"error": "loss: got nan at step 3 | <b>expected</b> a number.", "time": START})
+    running = store.journal(str(by_label["spell_backward/sdpo-ema/42"].fingerprint))
+    running.append_metrics(_records(by_label["spell_backward/sdpo-ema/42"].spec)[0])
+    with running.lease({"pid": 1}) as is_ours:
+        if not is_ours:
+            raise DataError("with_holes: got a lease held by another, expected a fresh store. Use another folder.")
+        cells = tuple(
+            replace(cell, state="stale", note="done under numerics version 0")
+            if special.get(cell.spec.label) == "stale"
+            else cell
+            for cell in load_cells(store, planned)
+        )
+    return Synthetic(experiment=experiment(), cells=cells, bases=load_bases(store, planned))
+
+
+def _traits(spec: CellSpec) -> tuple[Trait, ...]:
+    teacher = ARMS.get(spec.arm, spec.algorithm.model_dump()).get("teacher")
+    if teacher is None:
+        return ()
+    return ("distill", "ema") if teacher["schedule"] == "ema" else ("distill",)
+
+
+def _records(spec: CellSpec) -> list[MetricRecord]:
+    traits, records = _traits(spec), []
+    for step in range(STEPS + 1):
+        time = START + spec.seed + 4.0 * step
+        if step:
+            values = {name: _step_value(spec, name=name, step=step) for name in sorted(promised("step", traits))}
+            records.append(MetricRecord(step=step, moment="step", time=time, metrics=values))
+        if step % 2 == 0:
+            values = {name: _score(spec, name=name, step=step) for name in sorted(promised("evaluate", traits))}
+            records.append(MetricRecord(step=step, moment="evaluate", time=time, metrics=values))
+    ends = {name: _score(spec, name=name, step=STEPS) for name in sorted(promised("end", traits))}
+    records.append(MetricRecord(step=STEPS, moment="end", time=START + spec.seed + 30.0, metrics=ends))
+    return records
+
+
+def _score(spec: CellSpec, *, name: str, step: int) -> float:
+    if name == "test_at_best_dev/step":
+        return float(STEPS)
+    start, end = _START[spec.dataset], _FINAL[spec.dataset].get(spec.arm, 0.9)
+    accuracy = start + (end - start) * step / STEPS + 0.02 * _offset(spec) * step / STEPS
+    scores = {"accuracy": accuracy, "pass_at_k": min(1.0, accuracy + 0.05), "format_rate": 1.0}
+    return scores.get(name.split("/")[1], 5.0 + 0.1 * step)
+
+
+def _step_value(spec: CellSpec, *, name: str, step: int) -> float | None:
+    if METRICS[name].trait == "distill" and step == 3 and spec.seed == 2026 and name != "distill/tokens":
+        # No rollout had context in this step: a mean over nothing.
+        return None if METRICS[name].unit in ("nats", "probability") else 0.0
+    shapes = {
+        "fraction": 0.9 - 0.02 * step,
+        "probability": 0.95 + 0.005 * step,
+        "nats": 0.06 / step,
+        "score": _score(spec, name="eval/accuracy", step=step) - 0.03 * (step % 3),
+        "bytes": (412.0 if name.endswith("student") else 388.0) * 2**20,
+        "tokens/s": 1830.0 + spec.seed / 100,
+        "s": 0.25,
+        "count": 1.0 if name in ("train/optimizer_steps", "cost/ema_updates") else 0.0,
+    }
+    return shapes.get(METRICS[name].unit, 4.0 + 0.5 * step)
+
+
+def _offset(spec: CellSpec) -> int:
+    """-1, 0, 1 for the three seeds."""
+    return SEEDS.index(spec.seed) - 1
+
+
+def _workers(spec: CellSpec) -> dict[str, dict[str, Any]]:
+    workers = {"student": {"pid": 4001, "weights_sha256_start": "aa", "weights_sha256_end": "bb"}}
+    traits = _traits(spec)
+    if "distill" in traits:
+        end = "cc" if "ema" in traits else "aa"
+        workers["teacher"] = {"pid": 4002, "weights_sha256_start": "aa", "weights_sha256_end": end}
+    return workers
