@@ -42,16 +42,16 @@ def check_golden(name: str, made: Synthetic) -> None:
 
 
 def test_page_of_a_finished_experiment(tmp_path: Path, cell_spec: CellSpec) -> None:
-    check_golden("results-done.md", synthetic(tmp_path, cell_spec))
+    check_golden("results-done.expected", synthetic(tmp_path, cell_spec))
 
 
 def test_page_with_a_cell_in_every_state(tmp_path: Path, cell_spec: CellSpec) -> None:
-    check_golden("results-holes.md", with_holes(tmp_path, cell_spec))
+    check_golden("results-holes.expected", with_holes(tmp_path, cell_spec))
 
 
 def test_page_of_one_seed_has_no_sd(tmp_path: Path, cell_spec: CellSpec) -> None:
     made = synthetic(tmp_path, cell_spec, seeds=(42,))
-    check_golden("results-one-seed.md", made)
+    check_golden("results-one-seed.expected", made)
     text = render(page_of(made))
     assert "\u00b1 n/a (n=1)" in text
     assert not re.search(r"\u00b1 [\d<]", text)
