@@ -27,15 +27,17 @@ def top_ids(logits: Float[Tensor, "token vocab"], *, k: int) -> Int[Tensor, "tok
     vocab = logits.shape[1]
     if not 1 <= k <= vocab:
         raise SpecError(f"top_ids: got k {k}, expected 1 to {vocab} (the vocabulary). Lower top_k.")
-    if torch.isnan(logits).any():
-        raise DataError("top_ids: got a NaN logit, expected numbers. Look for the step where the weights diverged.")
     logits = logits.detach()
-    threshold = torch.topk(logits, k, dim=1).values[:, -1:]
-    above = logits > threshold
-    level = logits == threshold
-    room = k - above.sum(dim=1, keepdim=True)
-    chosen = above | (level & (level.cumsum(dim=1, dtype=torch.int32) <= room))
-    ids = chosen.nonzero()[:, 1].reshape(-1, k)
+    best = torch.topk(logits, k, dim=1)
+    # NaN counts as the largest, so one anywhere in a row is among its best.
+    if torch.isnan(best.values).any():
+        raise DataError("top_ids: got a NaN logit, expected numbers. Look for the step where the weights diverged.")
+    threshold = best.values[:, -1:]
+    is_cut = (logits == threshold).sum(dim=1) > (best.values == threshold).sum(dim=1)
+    ids = best.indices
+    if is_cut.any():
+        ids[is_cut] = _ids_down_to(threshold[is_cut], logits[is_cut], k=k)
+    ids = ids.sort(dim=1).values
     order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
     return ids.gather(1, order)
 
@@ -99,6 +101,16 @@ def bucket_logps_of_logits(
 def coverage(table: Float[Tensor, "token cell"]) -> Float[Tensor, " token"]:
     """Probability mass inside the support, in [0, 1], without gradient: 1 - tail. Exactly 1 where the tail is empty."""
     return -torch.expm1(table.detach()[:, -1])
+
+
+def _ids_down_to(
+    threshold: Float[Tensor, "token 1"], logits: Float[Tensor, "token vocab"], *, k: int
+) -> Int[Tensor, "token k"]:
+    """The ids above the threshold, filled up to k with the lowest of the ids at it."""
+    above, level = logits > threshold, logits == threshold
+    room = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (level & (level.cumsum(dim=1, dtype=torch.int32) <= room))
+    return chosen.nonzero()[:, 1].reshape(-1, k)
 
 
 def _tail_logit(scaled: Float[Tensor, "token vocab"], ids: Int[Tensor, "token k"]) -> Float[Tensor, "token 1"]:

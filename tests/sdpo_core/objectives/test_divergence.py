@@ -277,7 +277,7 @@ def test_bucket_divergence_of_logits_of_1e4_is_finite(alpha: float, dtype: torch
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_bucket_divergence_in_float32_is_close_to_float64_where_rows_nearly_agree(alpha: float) -> None:
-    """Divergences of 1e-9: a plain float32 sum of p log(p/q) errs by the rounding of the normalisers, 6e-8."""
+    """Divergences of 2e-9: a plain float32 sum of p log(p/q) errs by the rounding of the normalisers, 2e-7."""
     generator = torch.Generator().manual_seed(0)
     student = torch.randn(64, 200, generator=generator)
     teacher = student + 1e-4 * torch.randn(64, 200, generator=generator)
