@@ -1,0 +1,55 @@
+# `make demo` and `make test` need nothing but Debian's Python 3.11, git and make: they build .venv themselves.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+FOLDERS := data_prep experiments flows reports sdpo_core tasks
+SOURCES := $(FOLDERS) tests $(wildcard benchmarks)
+
+# Nothing calls home, nothing looks for a model hub, and no library takes more threads than a worker asks for.
+export DO_NOT_TRACK := true
+export MLFLOW_DISABLE_TELEMETRY := true
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export RAY_USAGE_STATS_ENABLED := 0
+export RAY_SCHEDULER_EVENTS := 0
+export HF_HUB_OFFLINE := 1
+export HF_DATASETS_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check secrets lock clean
+
+demo: $(READY)  ## train experiment e001 and write results/e001/results.md
+	@$(BIN)/sdpo run e001
+
+test: $(READY)  ## all tests; needs no network and no GPU
+	@$(BIN)/python -m pytest tests
+
+check: $(READY)  ## lint, format, types, import directions
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/mypy $(SOURCES)
+	@$(BIN)/lint-imports
+
+secrets: $(READY)  ## no key or password in a tracked file
+	@git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook --no-verify --baseline .secrets.baseline
+
+lock:  ## resolve pyproject.toml afresh and write requirements.lock
+	@.ci/lock "$(PYTHON)"
+
+clean:  ## remove what checks and builds leave behind; the store (.sdpo), results and .venv stay
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an interrupted installation starts again.
+$(READY): requirements.lock pyproject.toml
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+		echo 'Makefile: got "$(PYTHON)" ('"$$("$(PYTHON)" --version 2>&1)"'), expected Python 3.11.' \
+			'Install it, or name it: make PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@echo 'Installing the locked packages into $(VENV) (about 2.4 GB, a few minutes)'
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/pip install --quiet --requirement requirements.lock
+	@$(BIN)/pip install --quiet --no-deps --editable .
+	@touch $@
