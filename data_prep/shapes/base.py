@@ -1,0 +1,123 @@
+"""What every source shape offers: one line to a row, one row to a canonical problem, or a rejection with a code."""
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sdpo_core.records import Problem, Split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a row stands. `source` is the middle part of its problem's id; `line` counts from 1."""
+
+    dataset: str
+    domain: str
+    source: str
+    repository: str
+    revision: str
+    path: str
+    line: int
+    split: Split
+
+    def to_json(self, *, idx: int | str, shape: str) -> dict[str, Any]:
+        """The `source` field of the canonical row."""
+        return {
+            "repository": self.repository,
+            "revision": self.revision,
+            "file": self.path,
+            "line": self.line,
+            "idx": idx,
+            "shape": shape,
+        }
+
+
+class RowRejectedError(Exception):
+    """A row that cannot become a problem: a quarantine code and a note that names the field or value."""
+
+    def __init__(self, code: str, note: str) -> None:
+        super().__init__(code, note)
+        self.code = code
+        self.note = note
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quarantined:
+    """One line of `quarantine.jsonl`: a row that was read and not kept, as it stood in the source."""
+
+    code: str
+    note: str
+    path: str
+    line: int
+    split: Split
+    row: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON row."""
+        return {
+            "code": self.code,
+            "note": self.note,
+            "path": self.path,
+            "line": self.line,
+            "split": self.split,
+            "row": self.row,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A source shape: `parse` reads one line, `problem` makes the canonical problem.
+
+    Both raise RowRejectedError, and nothing else, on whatever a source holds.
+    """
+
+    name: str
+    parse: Callable[[bytes], Mapping[str, Any]]
+    problem: Callable[[Mapping[str, Any], Origin], Problem]
+
+
+def parse_json_line(line: bytes) -> Mapping[str, Any]:
+    """One JSON object in UTF-8; anything else is `bad_json`."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+        # An escape such as \ud800 decodes to half a character, which no UTF-8 file of ours could hold.
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise RowRejectedError("bad_json", str(error)) from None
+    if not isinstance(row, dict):
+        raise RowRejectedError("bad_json", f"got {type(row).__name__}, expected one object")
+    return row
+
+
+def text_field(row: Mapping[str, Any], key: str) -> str:
+    """The non-blank text under `key`."""
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise RowRejectedError("missing_field", f"{key}: got {_short(value)}, expected text")
+    return value
+
+
+def index_field(row: Mapping[str, Any], key: str) -> int:
+    """The row number under `key`."""
+    value = row.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RowRejectedError("missing_field", f"{key}: got {_short(value)}, expected a whole number")
+    return value
+
+
+def comparison_key(text: str) -> str:
+    """Text for comparison only: NFKC, runs of blanks as one. Case stays, since it carries meaning in SMILES."""
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
+def group_key(*parts: str) -> str:
+    """SHA-256 over comparison keys: names the rows that stay on one side of a split."""
+    return hashlib.sha256("\x1f".join(comparison_key(part) for part in parts).encode()).hexdigest()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

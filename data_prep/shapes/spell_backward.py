@@ -1,0 +1,41 @@
+"""Words to spell backward: one word a line, reasoning-gym's wording of the question, no system message."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from data_prep.shapes.base import Origin, RowRejectedError, Shape, group_key
+from sdpo_core.records import Message, Problem
+
+QUESTION = "Spell this word backward (example: sun -> nus): {word}"
+_WORD = re.compile(r"[a-z]+")
+
+
+def _parse(line: bytes) -> Mapping[str, Any]:
+    return {"word": line.decode("utf-8", errors="replace").strip()}
+
+
+def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
+    word = row["word"]
+    if not _WORD.fullmatch(word):
+        raise RowRejectedError("not_a_word", f"got {word[:40]!r}, expected lower-case ASCII letters")
+    answer = word[::-1]
+    # Copying the word would be right: the row cannot tell a reversal from a copy.
+    if answer == word:
+        raise RowRejectedError("palindrome", f"{word} reads the same backward")
+    return Problem(
+        id=f"{origin.dataset}/{origin.source}/{word}",
+        prompt=(Message(role="user", content=QUESTION.format(word=word)),),
+        label=answer,
+        dataset=origin.dataset,
+        task="spell_backward",
+        domain=origin.domain,
+        split=origin.split,
+        group_key=group_key(word),
+        reference={"answer": answer, "word": word},
+        source=origin.to_json(idx=origin.line - 1, shape=SHAPE.name),
+        details={"num_letters": len(word)},
+    )
+
+
+SHAPE = Shape(name="word", parse=_parse, problem=_problem)

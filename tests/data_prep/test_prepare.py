@@ -1,0 +1,215 @@
+"""Preparing: counts of the shipped data, splits, idempotence, damaged and supplied rows."""
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from data_prep.manifest import read_manifest, require_train
+from data_prep.prepare import prepare_dataset
+from data_prep.sources import BUNDLED, SourceFile, read_source
+from data_prep.table import DATASETS
+from sdpo_core.errors import DataError, SpecError
+
+# name: rows in the source's train and test, rows kept in train, dev and test, quarantined by code.
+COUNTS = {
+    "sciknoweval-biology": ((450, 50), (407, 43, 50), {}),
+    "sciknoweval-chemistry": ((1890, 210), (1703, 187, 210), {}),
+    "sciknoweval-materials": ((841, 94), (743, 77, 94), {"exact_repeat": 5, "group_in_test": 16}),
+    "sciknoweval-physics": ((720, 80), (638, 66, 80), {"gold_under_two_labels": 3, "group_in_test": 13}),
+    "toolalpaca": ((0, 68), (0, 0, 65), {"gold_tool_unknown": 3}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_prepare_counts_every_row_of_the_reference_data(prepared, name):
+    manifest = prepared[name].manifest
+    read, kept, quarantined = COUNTS[name]
+    by_split = {entry["split"]: entry["rows"] for entry in manifest.source["files"]}
+    assert (by_split.get("train", 0), by_split["test"]) == read
+    assert (manifest.splits["train"], manifest.splits["dev"], manifest.splits["test"]) == kept
+    assert manifest.quarantined == quarantined
+
+
+def test_prepare_accounts_for_each_row_read(prepared):
+    for item in prepared.values():
+        manifest = item.manifest
+        assert manifest.rows_read == manifest.kept + sum(manifest.quarantined.values())
+        assert manifest.kept == sum(manifest.splits.values())
+        lines = (item.folder / "quarantine.jsonl").read_text().splitlines()
+        assert len(lines) == sum(manifest.quarantined.values())
+
+
+def test_prepare_draws_the_words_to_size(prepared):
+    manifest = prepared["spell_backward"].manifest
+    assert manifest.splits == {"train": 2000, "dev": 200, "test": 300, "warmup": 12000}
+    words = [row.reference["word"] for rows in prepared["spell_backward"].problems.values() for row in rows]
+    assert len(set(words)) == 14500
+    assert all(word.isascii() and word.islower() and 3 <= len(word) <= 7 for word in words)
+    # The 28 palindromes met on the way take no place.
+    assert manifest.quarantined == {"palindrome": 28}
+
+
+def test_prepare_keeps_each_group_in_one_split(prepared):
+    for item in prepared.values():
+        groups = {split: {row.group_key for row in rows} for split, rows in item.problems.items()}
+        for split, keys in groups.items():
+            for other, other_keys in groups.items():
+                assert split == other or not keys & other_keys
+
+
+def test_prepare_gives_unique_ids_and_the_split_of_the_file(prepared):
+    for name, item in prepared.items():
+        ids = [row.id for rows in item.problems.values() for row in rows]
+        assert len(set(ids)) == len(ids)
+        assert all(row.id.startswith(f"{name}/") for row in item.problems["test"])
+        assert all(row.split == split for split, rows in item.problems.items() for row in rows)
+
+
+def test_prepare_flags_known_defects(prepared):
+    flags = {name: item.manifest.flagged for name, item in prepared.items()}
+    assert flags["sciknoweval-biology"] == {"two_options_under_four_option_prompt": 200}
+    # The 11 material rows without their data block are known line by line.
+    assert flags["sciknoweval-materials"]["data_block_missing"] == 11
+    assert flags["sciknoweval-physics"]["equal_options"] == 3
+    assert flags["toolalpaca"]["empty_string_in_gold"] == 4
+
+
+def test_prepare_again_leaves_the_same_bytes_untouched(tmp_path):
+    first = prepare_dataset("sciknoweval-physics", home=tmp_path)
+    folder = tmp_path / "data" / "sciknoweval-physics"
+    stamps = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    assert prepare_dataset("sciknoweval-physics", home=tmp_path) == first
+    assert {path.name: path.stat().st_ino for path in folder.iterdir()} == stamps
+    assert read_manifest(folder) == first
+
+
+def test_prepare_restores_a_changed_folder(tmp_path):
+    prepare_dataset("toolalpaca", home=tmp_path)
+    folder = tmp_path / "data" / "toolalpaca"
+    original = (folder / "test.jsonl").read_bytes()
+    (folder / "test.jsonl").write_bytes(original[:100])
+    (folder / "stray.txt").write_text("x")
+    prepare_dataset("toolalpaca", home=tmp_path)
+    assert (folder / "test.jsonl").read_bytes() == original
+    assert not (folder / "stray.txt").exists()
+
+
+def test_prepare_after_a_killed_run_starts_clean(tmp_path):
+    aside = tmp_path / "data" / ".toolalpaca.new"
+    aside.mkdir(parents=True)
+    (aside / "half.jsonl").write_text("{")
+    prepare_dataset("toolalpaca", home=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "data" / "toolalpaca").iterdir()) == [
+        "dev.jsonl",
+        "manifest.json",
+        "quarantine.jsonl",
+        "test.jsonl",
+        "train.jsonl",
+    ]
+    assert not aside.exists()
+
+
+def test_prepare_names_the_data_sets_it_knows(tmp_path):
+    with pytest.raises(SpecError, match="spell_backward, sciknoweval-biology"):
+        prepare_dataset("sciknoweval", home=tmp_path)
+
+
+def test_require_train_says_where_rows_are_placed(prepared):
+    require_train(prepared["sciknoweval-physics"].manifest)
+    with pytest.raises(SpecError, match=r"\$SDPO_HOME/sources/toolalpaca/train\.json"):
+        require_train(prepared["toolalpaca"].manifest)
+
+
+def _tool_rows(count: int) -> list[dict[str, object]]:
+    """Rows like the reference's train rows: test rows moved to an API that test does not have."""
+    content = read_source(SourceFile(path="lasgroup-sdpo/tooluse/test.json", split="test"), home=Path())
+    assert content is not None
+    rows = [json.loads(line) for line in content.lines[:count] if line is not None]
+    return [
+        {**row, "idx": number, "prompt": row["prompt"].replace("Name: Axolotl\n", "Name: Newt\n")}
+        for number, row in enumerate(rows)
+    ]
+
+
+def _supply(home: Path, text: str) -> None:
+    path = home / "sources" / "toolalpaca" / "train.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_prepare_reads_supplied_training_rows(tmp_path, is_array):
+    rows = _tool_rows(10)
+    _supply(tmp_path, json.dumps(rows, indent=1) if is_array else "\n".join(map(json.dumps, rows)) + "\n")
+    manifest = prepare_dataset("toolalpaca", home=tmp_path)
+    assert manifest.splits["train"] + manifest.splits["dev"] == 10
+    assert manifest.splits["test"] == 65
+    require_train(manifest)
+
+
+def test_prepare_keeps_test_requests_out_of_supplied_rows(tmp_path):
+    rows = _tool_rows(10)
+    rows[3]["prompt"] = str(rows[3]["prompt"]).replace("Name: Newt\n", "Name: Axolotl\n")
+    _supply(tmp_path, "\n".join(map(json.dumps, rows)))
+    manifest = prepare_dataset("toolalpaca", home=tmp_path)
+    assert manifest.quarantined["group_in_test"] == 1
+    assert manifest.splits["test"] == 65
+
+
+def test_prepare_quarantines_damaged_supplied_rows(tmp_path):
+    rows = _tool_rows(8)
+    del rows[2]["answer"]
+    lines = [*map(json.dumps, rows), '{"idx": 99, "prompt": ', json.dumps(rows[0])]
+    _supply(tmp_path, "\n".join(lines))
+    manifest = prepare_dataset("toolalpaca", home=tmp_path)
+    expected = {"bad_json": 1, "exact_repeat": 1, "gold_tool_unknown": 3, "missing_field": 1}
+    assert manifest.quarantined == expected
+    entries = [
+        json.loads(line) for line in (tmp_path / "data" / "toolalpaca" / "quarantine.jsonl").read_text().splitlines()
+    ]
+    assert [(entry["path"], entry["line"]) for entry in entries if entry["code"] == "bad_json"] == [
+        ("sources/toolalpaca/train.json", 9)
+    ]
+
+
+def test_prepare_refuses_a_source_without_survivors(tmp_path):
+    _supply(tmp_path, '{"idx": 1}\nnot json\n')
+    with pytest.raises(DataError, match=r"sources/toolalpaca/train\.json: got no usable row"):
+        prepare_dataset("toolalpaca", home=tmp_path)
+    assert not (tmp_path / "data" / "toolalpaca").exists()
+
+
+def test_prepare_splits_do_not_depend_on_row_order(tmp_path):
+    rows = _tool_rows(10)
+    found = []
+    for home, ordered in ((tmp_path / "a", rows), (tmp_path / "b", rows[::-1])):
+        _supply(home, "\n".join(map(json.dumps, ordered)))
+        prepare_dataset("toolalpaca", home=home)
+        text = (home / "data" / "toolalpaca" / "dev.jsonl").read_text()
+        found.append({json.loads(line)["id"] for line in text.splitlines()})
+    assert found[0] == found[1]
+
+
+def test_read_source_refuses_other_content(tmp_path):
+    file = SourceFile(path="lasgroup-sdpo/tooluse/test.json", split="test")
+    (tmp_path / "lasgroup-sdpo" / "tooluse").mkdir(parents=True)
+    (tmp_path / "sources.json").write_text((BUNDLED / "sources.json").read_text())
+    stored = tmp_path / f"{file.path}.xz"
+    stored.write_bytes(lzma.compress(b'{"idx": 1}\n'))
+    with pytest.raises(DataError, match="SHA-256"):
+        read_source(file, home=tmp_path, bundled=tmp_path)
+    stored.write_bytes(b"not xz")
+    with pytest.raises(DataError, match=r"readable \.xz"):
+        read_source(file, home=tmp_path, bundled=tmp_path)
+
+
+def test_sources_list_every_bundled_file():
+    listed = {entry["path"]: entry for entry in json.loads((BUNDLED / "sources.json").read_text())["files"]}
+    used = {file.path for entry in DATASETS.values() for file in entry.files if not file.is_supplied}
+    assert used == set(listed)
+    for path, entry in listed.items():
+        content = lzma.decompress((BUNDLED / f"{path}.xz").read_bytes())
+        assert len(content) == entry["bytes"]
+        assert content.count(b"\n") + (not content.endswith(b"\n")) == entry["rows"]

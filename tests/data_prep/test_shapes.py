@@ -1,0 +1,167 @@
+"""Source shapes: real rows and broken rows of each."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_prep.shapes import sciknoweval, spell_backward, tooluse
+from data_prep.shapes.base import Origin, RowRejectedError
+from data_prep.sources import SourceFile, read_source
+
+SHAPES = {"sciknoweval": sciknoweval.SHAPE, "tooluse": tooluse.SHAPE, "words": spell_backward.SHAPE}
+FILES = {
+    "sciknoweval": "lasgroup-sdpo/sciknoweval/physics/test.json",
+    "material": "lasgroup-sdpo/sciknoweval/material/test.json",
+    "tooluse": "lasgroup-sdpo/tooluse/test.json",
+    "words": "reasoning-gym/words3to10.txt",
+}
+ORIGIN = Origin(
+    dataset="d", domain="physics", source="s", repository="r", revision="v", path="p", line=7, split="train"
+)
+
+
+def _lines(kind: str) -> list[bytes]:
+    content = read_source(SourceFile(path=FILES[kind], split="test"), home=Path())
+    assert content is not None
+    return [line for line in content.lines if line is not None]
+
+
+def _row(kind: str, idx: int) -> dict[str, object]:
+    return next(row for line in _lines(kind) if (row := json.loads(line))["idx"] == idx)
+
+
+def test_sciknoweval_reads_real_rows_unchanged():
+    for line in _lines("sciknoweval")[:3]:
+        raw = json.loads(line)
+        problem = sciknoweval.SHAPE.problem(sciknoweval.SHAPE.parse(line), ORIGIN)
+        assert [turn.content for turn in problem.prompt] == [raw["system"], raw["prompt"]]
+        assert problem.id == f"d/s/{raw['idx']}"
+        assert problem.label == problem.reference["answer_key"] == raw["answer"]
+        assert [choice["label"] for choice in problem.reference["choices"]] == list("ABCD")
+
+
+def test_sciknoweval_trims_options_with_blank_lines_between():
+    row = _row("material", 273)
+    problem = sciknoweval.SHAPE.problem(row, ORIGIN)
+    texts = [choice["text"].split(" ")[0] for choice in problem.reference["choices"]]
+    assert texts == ["1025.67", "1094.31", "1200.45", "1150.78"]
+
+
+def test_split_options_takes_the_last_run_of_labels():
+    stem, choices = sciknoweval.split_options(
+        "Given\nA: red\nB: blue\nwhich is warmer?\n\nA: B: the second\n\nB: red\nof fire\nPlease reason step by step."
+    )
+    assert stem.endswith("which is warmer?")
+    assert choices == {"A": "B: the second", "B": "red\nof fire"}
+
+
+def test_group_key_joins_permuted_options_and_parts_generic_pairs():
+    """Four options: the stem alone is the group. Two sequences under a generic stem: the pair is."""
+    row = {"idx": 1, "kind": "mcq", "answer": "A", "system": "s", "prompt": "Which?\n\nA: 1\nB: 2\nC: 3"}
+    other = {**row, "prompt": "Which?\n\nA: 3\nB: 4\nC: 5"}
+    pair = {**row, "prompt": f"Which?\n\nA: {'MKV' * 9}\nB: {'MKL' * 9}"}
+    swapped = {**row, "prompt": f"Which?\n\nA: {'MKL' * 9}\nB: {'MKV' * 9}"}
+    third = {**row, "prompt": f"Which?\n\nA: {'MKL' * 9}\nB: {'MKA' * 9}"}
+    keys = [sciknoweval.SHAPE.problem(item, ORIGIN).group_key for item in (row, other, pair, swapped, third)]
+    assert keys[0] == keys[1]
+    assert keys[2] == keys[3] != keys[0]
+    assert keys[4] not in keys[:4]
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"prompt": None}, "missing_field"),
+        ({"system": ""}, "missing_field"),
+        ({"idx": "12"}, "missing_field"),
+        ({"kind": "open"}, "type_not_supported"),
+        ({"answer": "E"}, "gold_not_a_label"),
+        ({"prompt": "no options at all"}, "options_not_found"),
+        ({"prompt": "Which?\n\nA: 1\nC: 2"}, "options_not_found"),
+        ({"prompt": "Which?\n\nA: 1\nB: \nC: 2", "answer": "A"}, "empty_option"),
+        ({"prompt": "Which?\n\nA: 1\nB: 2\nC: 1 ", "answer": "A"}, "gold_under_two_labels"),
+    ],
+)
+def test_sciknoweval_rejects_broken_rows(change, code):
+    row = {**json.loads(_lines("sciknoweval")[0]), **change}
+    with pytest.raises(RowRejectedError) as rejection:
+        sciknoweval.SHAPE.problem(row, ORIGIN)
+    assert rejection.value.code == code
+
+
+def test_tooluse_reads_real_rows():
+    for line in _lines("tooluse")[:3]:
+        raw = json.loads(line)
+        problem = tooluse.SHAPE.problem(tooluse.SHAPE.parse(line), ORIGIN)
+        assert [turn.content for turn in problem.prompt] == [raw["prompt"]]
+        assert problem.reference["tool_names"] == [
+            "getRandomAxolotlImage",
+            "searchAxolotlImages",
+            "getAxolotlFacts",
+        ]
+        assert [call["name"] for call in problem.reference["calls"]] == [
+            call["Action"] for call in json.loads(raw["answer"])
+        ]
+
+
+def test_tooluse_keeps_nested_arguments():
+    problem = tooluse.SHAPE.problem(_row("tooluse", 4072), ORIGIN)
+    arguments = problem.reference["calls"][0]["arguments"]
+    assert arguments["profileData"] == {"profilePictureUrl": "https://example.com/new_image.jpg"}
+
+
+def _answer(**call: object) -> dict[str, object]:
+    return {"answer": json.dumps([{"Action": "getAxolotlFacts", "Action_Input": "{}", **call}])}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"prompt": 3}, "missing_field"),
+        ({"prompt": "Question: what?"}, "prompt_not_read"),
+        ({"answer": "[{"}, "gold_not_json"),
+        ({"answer": "[]"}, "no_gold"),
+        (_answer(Action="getDetails"), "gold_tool_unknown"),
+        (_answer(Action="[Optional]getAxolotlFacts"), "gold_tool_unknown"),
+        (_answer(Action_Input='{"limit": "${limit from earlier}"}'), "gold_has_placeholder"),
+        (_answer(Action_Input="{'limit': 3}"), "gold_input_not_object"),
+        (_answer(Action_Input="[1]"), "gold_input_not_object"),
+        (_answer(Action_Input='{"limit": NaN}'), "gold_input_not_object"),
+        (_answer(Action_Input={"limit": 3}), "missing_field"),
+    ],
+)
+def test_tooluse_rejects_broken_rows(change, code):
+    row = {**json.loads(_lines("tooluse")[0]), **change}
+    with pytest.raises(RowRejectedError) as rejection:
+        tooluse.SHAPE.problem(row, ORIGIN)
+    assert rejection.value.code == code
+
+
+def test_tooluse_keeps_a_lone_dollar():
+    row = {**json.loads(_lines("tooluse")[0]), **_answer(Action_Input='{"category": "pa$$word"}')}
+    assert tooluse.SHAPE.problem(row, ORIGIN).reference["calls"][0]["arguments"] == {"category": "pa$$word"}
+
+
+def test_words_read_real_rows():
+    for line in (b"aal", b"dragon", b"zoo"):
+        assert line in _lines("words")
+        problem = spell_backward.SHAPE.problem(spell_backward.SHAPE.parse(line), ORIGIN)
+        word = line.decode()
+        assert problem.prompt[0].content == f"Spell this word backward (example: sun -> nus): {word}"
+        assert problem.reference == {"answer": word[::-1], "word": word}
+
+
+@pytest.mark.parametrize(("line", "code"), [(b"level", "palindrome"), (b"Ada9", "not_a_word"), (b"\xff", "not_a_word")])
+def test_words_reject_broken_rows(line, code):
+    with pytest.raises(RowRejectedError) as rejection:
+        spell_backward.SHAPE.problem(spell_backward.SHAPE.parse(line), ORIGIN)
+    assert rejection.value.code == code
+
+
+@pytest.mark.parametrize("line", [b"{", b"[1]", b"\xff{}", b'{"prompt": "\\ud800"}', b"[" * 100_000])
+def test_parse_json_line_rejects_what_is_no_object(line):
+    for shape in (sciknoweval.SHAPE, tooluse.SHAPE):
+        with pytest.raises(RowRejectedError) as rejection:
+            shape.parse(line)
+        assert rejection.value.code == "bad_json"
