@@ -80,11 +80,11 @@ def _cell_terms(
     # m only enters through its logarithm, whose derivative cancels within each cell: (1 - alpha) p + alpha q = m.
     # Without it the gradient of a cell is (1 - alpha) p log(p/m), and exactly 0 where p = q.
     gap = (q_log - p_log).detach()
-    nearer = torch.log1p(alpha * torch.expm1(gap.clamp(max=0.0)))
-    farther = torch.log1p((1.0 - alpha) * torch.expm1(-gap.clamp(min=0.0)))
-    # log(m/p) and log(m/q), each from the larger side, so that no exponential overflows.
-    m_over_p = torch.where(gap <= 0, nearer, gap + farther)
-    m_over_q = torch.where(gap <= 0, nearer - gap, farther)
+    # log(m/p) and log(m/q), each cell from the larger of p and q: the other form overflows.
+    from_p = torch.log1p(alpha * torch.expm1(gap))
+    from_q = torch.log1p((1.0 - alpha) * torch.expm1(-gap))
+    m_over_p = torch.where(gap <= 0, from_p, gap + from_q)
+    m_over_q = torch.where(gap <= 0, from_p - gap, from_q)
     return -(1.0 - alpha) * p * m_over_p - alpha * q * m_over_q
 
 

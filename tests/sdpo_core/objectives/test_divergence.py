@@ -356,3 +356,15 @@ def test_tail_share_of_micro_batches_adds_up_and_has_no_gradient() -> None:
 def test_tail_share_of_equal_rows_has_nothing_to_share(alpha: float) -> None:
     table = double([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
     assert tail_share(table, table, alpha=alpha).total == 0
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_tail_share_of_rows_that_agree_to_rounding_is_a_share(alpha: float) -> None:
+    """Cells of 1e-19 whose rounding, 1e-17, has either sign."""
+    student = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ids = torch.tensor([[0, 1]] * 30)
+    ours = bucket_logps_of_logits(student, ids, temperature=1.0)
+    theirs = bucket_logps_of_logits(student + 1e-9 * student.flip(0), ids, temperature=1.0)
+    for row in range(30):
+        sums = tail_share(ours[row : row + 1], theirs[row : row + 1], alpha=alpha)
+        assert 0 <= sums.tail <= sums.total
