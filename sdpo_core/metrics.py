@@ -54,7 +54,7 @@ def _scores(prefix: str, moment: Moment, what: str) -> tuple[Metric, ...]:
     )
 
 
-PHASES = ("rollout", "grade", "teacher", "update", "evaluate", "other")
+PHASES = ("rollout", "grade", "teacher", "update", "other")
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -69,6 +69,15 @@ METRICS: dict[str, Metric] = {
             moment="end",
             trait="any",
             meaning="the step with the best dev accuracy (the earliest of equals)",
+        ),
+        Metric(
+            name="cost/step_seconds/evaluate",
+            unit="s",
+            better="lower",
+            moment="evaluate",
+            trait="any",
+            meaning="seconds of one evaluation on dev",
+            summary="mean",
         ),
         _step("train/reward", "score", "higher", "any", "mean", "mean score over all polled rollouts"),
         _step("train/dead_group_fraction", "fraction", "lower", "any", "mean", "groups whose scores are all equal"),

@@ -3,7 +3,7 @@
 Only what determines a result stands here. Paths, hosts and devices come in elsewhere.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -20,13 +20,18 @@ class Spec(BaseModel):
 
 
 class TokenizerSpec(Spec):
-    """Vocabulary of a model the project makes itself: bytes, or a BPE learned from the warm-up prompts."""
+    """Vocabulary of a model the project makes itself: bytes, or a BPE learned from the warm-up prompts.
+
+    `phrases`: texts that are one token each. The sentences that frame every prompt carry no information between
+    prompts; as single tokens they leave a small model's few positions to what differs.
+    """
 
     kind: Literal["byte", "bpe"]
     vocab_size: PositiveInt | None = None
+    phrases: tuple[str, ...] = ()
 
     @model_validator(mode="after")
-    def _bpe_has_a_size(self) -> Self:
+    def _bpe_has_a_size(self) -> "TokenizerSpec":
         if (self.kind == "bpe") != (self.vocab_size is not None):
             raise ValueError("vocab_size belongs to kind 'bpe' and to no other")
         return self
@@ -90,6 +95,12 @@ class TrainingSpec(Spec):
     microbatch_tokens: PositiveInt
     feedback_level: FeedbackLevel = "diagnostic"
 
+    @model_validator(mode="after")
+    def _evaluations_are_checkpointed(self) -> "TrainingSpec":
+        if self.evaluate_every % self.checkpoint_every:
+            raise ValueError("evaluate_every must be a multiple of checkpoint_every: the best step on dev is kept")
+        return self
+
 
 class EvaluationSpec(Spec):
     """avg@k and pass@k: k samples a problem at `temperature`; at most `*_problems` problems, the first of the split."""
@@ -119,7 +130,7 @@ class TeacherSpec(Spec):
     rate: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
 
     @model_validator(mode="after")
-    def _rate_belongs_to_ema(self) -> Self:
+    def _rate_belongs_to_ema(self) -> "TeacherSpec":
         if (self.schedule == "ema") != (self.rate is not None):
             raise ValueError("rate belongs to schedule 'ema' and to no other")
         return self
@@ -162,7 +173,7 @@ class CellSpec(Spec):
     evaluation: EvaluationSpec
     backend: str = "hf"
     engine: str = "local"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32"] = "float32"
     threads_per_worker: PositiveInt = 1
 
     @property
@@ -171,7 +182,7 @@ class CellSpec(Spec):
         return f"{self.dataset}/{self.arm}/{self.seed}"
 
     @model_validator(mode="after")
-    def _minibatches_fit(self) -> Self:
+    def _minibatches_fit(self) -> "CellSpec":
         rollouts = self.training.problems_per_step * self.training.rollouts_per_problem
         if self.algorithm.minibatches > rollouts:
             raise ValueError(f"{self.algorithm.minibatches} mini-batches for {rollouts} rollouts a step")
@@ -203,7 +214,7 @@ class ProfileSpec(Spec):
     tasks: dict[str, TaskProfile]
     backend: str = "hf"
     engine: str = "local"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32"] = "float32"
     threads_per_worker: PositiveInt = 1
     cpus_per_cell: PositiveInt = 1
     gpus_per_cell: int = Field(default=0, ge=0)

@@ -1,0 +1,140 @@
+"""Student and teacher on Ray actors: one process each, behind the same protocols as the plain classes.
+
+The actors ask for no CPUs: the job that drives a cell holds the cell's CPUs (see docs/decisions/0004), and a cell's two
+workers take turns. GPUs are asked for here, since a process must own its device.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sdpo_core.backends.base import Objective, RowScores, TokenRow, TrainRow, UpdateStats, WorkerFacts
+from sdpo_core.errors import CellError, DataError, SpecError
+from sdpo_core.records import Rollout
+from sdpo_core.rollout.base import RolloutRequest, Sampling
+from sdpo_core.specs import CellSpec, SdpoSpec
+from sdpo_core.teacher.base import HasWeights
+from sdpo_core.teacher.schedule import commit_rate
+from sdpo_core.workers import StudentWorker, TeacherWorker
+
+
+def _get(reference: Any) -> Any:
+    """Wait for a call; our own errors come back as themselves, a dead worker as a CellError."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, CellError | DataError | SpecError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise CellError(
+            f"worker: got {type(error).__name__}: {str(error).splitlines()[0]}, expected a living worker. "
+            "Run the experiment again: the cell resumes from its last checkpoint."
+        ) from error
+
+
+class RemoteStudent:
+    """`StudentWorker` in another process."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
+        rollouts: tuple[Rollout, ...] = _get(self.actor.generate.remote(requests, sampling=sampling))
+        return rollouts
+
+    def score(self, rows: Sequence[TokenRow], *, top_k: int) -> tuple[RowScores, ...]:
+        scores: tuple[RowScores, ...] = _get(self.actor.score.remote(rows, top_k=top_k))
+        return scores
+
+    def update(self, rows: Sequence[TrainRow], objective: Objective, *, learning_rate: float) -> UpdateStats:
+        stats: UpdateStats = _get(self.actor.update.remote(rows, objective, learning_rate=learning_rate))
+        return stats
+
+    def weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = _get(self.actor.weights.remote())
+        return weights
+
+    def save(self, folder: Path) -> None:
+        _get(self.actor.save.remote(folder))
+
+    def load(self, folder: Path) -> None:
+        _get(self.actor.load.remote(folder))
+
+    def load_weights(self, folder: Path) -> None:
+        _get(self.actor.load_weights.remote(folder))
+
+    def facts(self) -> WorkerFacts:
+        facts: WorkerFacts = _get(self.actor.facts.remote())
+        return facts
+
+    def peak_memory_bytes(self) -> int:
+        return int(_get(self.actor.peak_memory_bytes.remote()))
+
+
+class RemoteTeacher:
+    """`TeacherWorker` in another process; the student's weights reach it without passing through the driver."""
+
+    def __init__(self, actor: Any, *, follows: bool) -> None:
+        self._actor = actor
+        self._follows = follows
+
+    def tables(
+        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "token k"]]
+    ) -> tuple[Float[np.ndarray, "token cell"], ...]:
+        tables: tuple[np.ndarray, ...] = _get(self._actor.tables.remote(rows, support_ids))
+        return tables
+
+    def follow(self, student: HasWeights) -> bool:
+        if not self._follows:
+            return False
+        weights = student.actor.weights.remote() if isinstance(student, RemoteStudent) else student.weights()
+        _get(self._actor.commit.remote(weights))
+        return True
+
+    def save(self, folder: Path) -> None:
+        _get(self._actor.save.remote(folder))
+
+    def load(self, folder: Path) -> None:
+        _get(self._actor.load.remote(folder))
+
+    def facts(self) -> WorkerFacts:
+        facts: WorkerFacts = _get(self._actor.facts.remote())
+        return facts
+
+    def peak_memory_bytes(self) -> int:
+        return int(_get(self._actor.peak_memory_bytes.remote()))
+
+
+@contextmanager
+def ray_workers(spec: CellSpec, *, folder: Path, gpus: int) -> Iterator[tuple[RemoteStudent, RemoteTeacher | None]]:
+    """Start a cell's workers on the Ray this process is connected to, and end them with the block.
+
+    `gpus` (0, 1 or 2) is the cell's share: with 2, student and teacher have one each; with 1 they share it.
+    """
+    has_teacher = isinstance(spec.algorithm, SdpoSpec)
+    share = gpus / (2 if has_teacher else 1)
+    options = {"num_cpus": 0, "num_gpus": min(1.0, share), "runtime_env": {"env_vars": _thread_environment(spec)}}
+    device = "cuda" if gpus else "cpu"
+    student: Any = ray.remote(StudentWorker).options(**options).remote(spec, folder=folder, device=device)
+    actors: list[Any] = [student]
+    teacher = None
+    if isinstance(spec.algorithm, SdpoSpec):
+        actors.append(ray.remote(TeacherWorker).options(**options).remote(spec, folder=folder, device=device))
+        teacher = RemoteTeacher(actors[1], follows=commit_rate(spec.algorithm.teacher) is not None)
+    try:
+        yield RemoteStudent(student), teacher
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _thread_environment(spec: CellSpec) -> dict[str, str]:
+    """Thread counts must be set before torch is imported in the worker."""
+    return {name: str(spec.threads_per_worker) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -1,0 +1,29 @@
+"""Backends by name: the module that holds `load_policy` and `load_scorer`. Looking at the table loads no torch."""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from sdpo_core.errors import SpecError
+from sdpo_core.specs import CellSpec
+
+if TYPE_CHECKING:
+    from sdpo_core.backends.base import Policy, ScoringModel
+
+BACKENDS = {"hf": "sdpo_core.backends.hf"}
+
+
+class Backend(Protocol):
+    """What a backend module offers. `folder` holds the base weights in Hugging Face form, `device` is torch's name."""
+
+    def load_policy(self, spec: CellSpec, *, folder: Path, device: str) -> "Policy": ...
+
+    def load_scorer(self, spec: CellSpec, *, folder: Path, device: str) -> "ScoringModel": ...
+
+
+def backend(name: str) -> Backend:
+    """The module of backend `name`."""
+    if name not in BACKENDS:
+        raise SpecError(f"backend: got {name!r}, expected one of {sorted(BACKENDS)}. Choose one in the profile.")
+    module: Backend = importlib.import_module(BACKENDS[name])
+    return module

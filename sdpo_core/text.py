@@ -1,0 +1,105 @@
+"""Text and ids: the tokenizer of a model folder, its chat template, and the neutralising of quoted text.
+
+Ids travel between the parts, never text: text is rendered once into a prompt, and a response is decoded only to be
+graded and quoted.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from sdpo_core.errors import DataError
+from sdpo_core.records import Message
+from sdpo_core.specs import TokenizerSpec
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class ChatTokenizer:
+    """A tokenizer with a chat template and an end-of-turn token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if tokenizer.chat_template is None or tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
+            raise DataError(
+                "ChatTokenizer: got a tokenizer without a chat template, an end token or a padding token, expected all "
+                "three. Use an instruct model's folder."
+            )
+        self._tokenizer = tokenizer
+        self.end_id = int(tokenizer.eos_token_id)
+        self.pad_id = int(tokenizer.pad_token_id)
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = tuple(sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True))
+
+    @classmethod
+    def load(cls, folder: Path) -> "ChatTokenizer":
+        """The tokenizer of a Hugging Face folder; no code of the folder is run."""
+        return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    def neutralise(self, text: str) -> str:
+        """`text` with every special token broken by a space, so that quoting it cannot open or end a turn."""
+        while any(token in text for token in self._special):
+            for token in self._special:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt as text, contents neutralised, ending with the header of the assistant's turn."""
+        turns = [{"role": turn.role, "content": self.neutralise(turn.content)} for turn in messages]
+        return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self._ids(self.render(messages))
+
+    def response_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a supervised response: neutralised text and the end token."""
+        return (*self._ids(self.neutralise(text)), self.end_id)
+
+    def decode(self, response_ids: Sequence[int]) -> str:
+        """Text of a response without its end token; other special tokens stay visible."""
+        ids = list(response_ids)
+        if ids and ids[-1] == self.end_id:
+            ids.pop()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def build_tokenizer(spec: TokenizerSpec, *, texts: Iterable[str]) -> ChatTokenizer:
+    """Make the tokenizer of `spec`; `texts` (rendered prompts and responses) are read by kind "bpe" only."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if spec.kind == "byte":
+        tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    else:
+        tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [PAD, START, END]
+    if spec.vocab_size is not None:
+        trainer = trainers.BpeTrainer(
+            vocab_size=spec.vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+    else:
+        tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in spec.phrases])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)  # type: ignore[no-untyped-call]
+    fast.add_special_tokens({"additional_special_tokens": [START]})
+    fast.chat_template = _CHAT_TEMPLATE
+    return ChatTokenizer(fast)

@@ -1,0 +1,94 @@
+"""Student and teacher as plain classes: each holds its own weights; `actors/` puts each in a process of its own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sdpo_core.backends.base import Objective, RowScores, TokenRow, TrainRow, UpdateStats, WorkerFacts
+from sdpo_core.backends.table import backend
+from sdpo_core.records import Rollout
+from sdpo_core.rollout.base import RolloutRequest, Sampling
+from sdpo_core.rollout.table import engine
+from sdpo_core.specs import CellSpec, SdpoSpec
+from sdpo_core.teacher.base import HasWeights
+from sdpo_core.teacher.schedule import commit_rate
+from sdpo_core.text import ChatTokenizer
+
+
+class StudentWorker:
+    """The policy and, for the local engine, the rollouts it samples."""
+
+    def __init__(self, spec: CellSpec, *, folder: Path, device: str) -> None:
+        torch.set_num_threads(spec.threads_per_worker)
+        self._policy = backend(spec.backend).load_policy(spec, folder=folder, device=device)
+        end_id = ChatTokenizer.load(folder).end_id
+        self._engine = engine(spec.engine).load_engine(spec, policy=self._policy, end_id=end_id)
+
+    def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
+        return self._engine.generate(requests, sampling=sampling)
+
+    def score(self, rows: Sequence[TokenRow], *, top_k: int) -> tuple[RowScores, ...]:
+        return self._policy.score(rows, top_k=top_k)
+
+    def update(self, rows: Sequence[TrainRow], objective: Objective, *, learning_rate: float) -> UpdateStats:
+        return self._policy.update(rows, objective, learning_rate=learning_rate)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._policy.weights()
+
+    def save(self, folder: Path) -> None:
+        self._policy.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self._policy.load(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        self._policy.load_weights(folder)
+
+    def facts(self) -> WorkerFacts:
+        return self._policy.facts()
+
+    def peak_memory_bytes(self) -> int:
+        return self._policy.peak_memory_bytes()
+
+
+class TeacherWorker:
+    """The teacher's own copy of the weights, float32, with its schedule."""
+
+    def __init__(self, spec: CellSpec, *, folder: Path, device: str) -> None:
+        torch.set_num_threads(spec.threads_per_worker)
+        assert isinstance(spec.algorithm, SdpoSpec)
+        self._scorer = backend(spec.backend).load_scorer(spec, folder=folder, device=device)
+        self._rate = commit_rate(spec.algorithm.teacher)
+
+    def tables(
+        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "token k"]]
+    ) -> tuple[Float[np.ndarray, "token cell"], ...]:
+        return self._scorer.tables(rows, support_ids)
+
+    def follow(self, student: HasWeights) -> bool:
+        if self._rate is None:
+            return False
+        self._scorer.blend(student.weights(), rate=self._rate)
+        return True
+
+    def commit(self, weights: dict[str, Tensor]) -> None:
+        """One commit of weights that came over the wire."""
+        assert self._rate is not None
+        self._scorer.blend(weights, rate=self._rate)
+
+    def save(self, folder: Path) -> None:
+        self._scorer.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self._scorer.load(folder)
+
+    def facts(self) -> WorkerFacts:
+        return self._scorer.facts()
+
+    def peak_memory_bytes(self) -> int:
+        return self._scorer.peak_memory_bytes()
