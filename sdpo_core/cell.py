@@ -8,7 +8,7 @@ from typing import Any
 from sdpo_core.algorithms.base import Student
 from sdpo_core.algorithms.table import algorithm
 from sdpo_core.checkpoint import DriverState, Savable, checkpoint_folder, load_checkpoint, read_state, save_checkpoint
-from sdpo_core.errors import CellError, DataError
+from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.evaluate import Scores, evaluate
 from sdpo_core.journal import Journal, MetricRecord, write_json
 from sdpo_core.metrics import Moment, check_emitted, summarise
@@ -69,6 +69,7 @@ class Cell:
     ) -> None:
         self._spec = spec
         self._fingerprint = fingerprint
+        require_splits(data, label=spec.label)
         self._journal = journal
         self._data = data
         self._workers = workers
@@ -90,12 +91,18 @@ class Cell:
         )
 
     def run(self) -> None:
-        """Train to the last step from wherever the journal stands, then write `result.json`."""
-        state = self._resume() or self._start()
-        total = self._spec.training.steps
-        while state.step < total:
-            state = self._advance(state)
-        self._finish(state)
+        """Train to the last step from wherever the journal stands, then write `result.json`.
+
+        Raises:
+            SpecError, DataError, CellError: whatever stopped it, with the cell's label in front.
+        """
+        try:
+            state = self._resume() or self._start()
+            while state.step < self._spec.training.steps:
+                state = self._advance(state)
+            self._finish(state)
+        except (SpecError, DataError, CellError) as error:
+            raise type(error)(f"{self._spec.label}: {error}") from error
 
     def _resume(self) -> DriverState | None:
         state = load_checkpoint(self._journal, workers=self._workers.savable())
@@ -204,7 +211,7 @@ class Cell:
     def _scores(self, problems: Sequence[Problem]) -> Scores:
         return evaluate(
             problems,
-            student=self._workers.student,
+            engine=self._workers.student,
             text=self._text,
             grade=self._grade,
             spec=self._spec.evaluation,
@@ -213,7 +220,7 @@ class Cell:
         )
 
     def _record(self, moment: Moment, step: int, metrics: Mapping[str, float | None]) -> None:
-        where = f"{self._spec.label} step {step}"
+        where = f"step {step}"
         check_emitted(metrics, moment=moment, traits=self._algorithm.traits, where=where)
         bad = [name for name, value in metrics.items() if value is not None and not abs(value) < float("inf")]
         if bad:

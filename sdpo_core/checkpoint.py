@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sdpo_core.errors import CellError, DataError
 from sdpo_core.fingerprint import file_digest
@@ -22,6 +22,7 @@ from sdpo_core.journal import Journal, read_json, write_json
 _STATE = "state.json"
 
 
+@runtime_checkable
 class Savable(Protocol):
     """A worker with a part of the checkpoint."""
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sdpo_core import random_streams
-from sdpo_core.algorithms.base import Student
 from sdpo_core.errors import DataError
 from sdpo_core.records import Grade, Message, Problem
-from sdpo_core.rollout.base import RolloutRequest, Sampling
+from sdpo_core.rollout.base import RolloutEngine, RolloutRequest, Sampling
 from sdpo_core.specs import EvaluationSpec
 from sdpo_core.text import ChatTokenizer
 
@@ -30,14 +29,14 @@ def evaluate(
     problems: Sequence[Problem],
     *,
     prompts: Sequence[Sequence[Message]] | None = None,
-    student: Student,
+    engine: RolloutEngine,
     text: ChatTokenizer,
     grade: Grade,
     spec: EvaluationSpec,
     max_response_tokens: int,
     seed: int,
 ) -> Scores:
-    """Score `student` on `problems`; the draws depend on the seed, the problem and the sample alone.
+    """Score the weights `engine` samples with; the draws depend on the seed, the problem and the sample alone.
 
     `prompts` replaces the problems' own prompts (to probe the model with teacher context).
     """
@@ -53,7 +52,7 @@ def evaluate(
         for sample in range(spec.samples_per_problem)
     ]
     sampling = Sampling(temperature=spec.temperature, max_response_tokens=max_response_tokens)
-    rollouts = student.generate(requests, sampling=sampling)
+    rollouts = engine.generate(requests, sampling=sampling)
     owners = [problem for problem in problems for _ in range(spec.samples_per_problem)]
     verdicts = [
         grade(problem, text.decode(rollout.response_ids), rollout.finish == "length")

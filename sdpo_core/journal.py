@@ -112,7 +112,9 @@ class Journal:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def write_spec(self, spec: CellSpec, *, fingerprint: str, data_digest: str, base_digest: str) -> None:
+    def write_spec(
+        self, spec: CellSpec, *, fingerprint: str, data_digest: str, base_digest: str, base_fingerprint: str
+    ) -> None:
         write_json(
             self.spec_path,
             {
@@ -120,6 +122,7 @@ class Journal:
                 "numerics_version": NUMERICS_VERSION,
                 "data_digest": data_digest,
                 "base_digest": base_digest,
+                "base_fingerprint": base_fingerprint,
                 "spec": spec.model_dump(mode="json"),
             },
         )
@@ -190,9 +193,10 @@ class Journal:
         """True while a driver holds the lease."""
         if not self.lease_path.exists():
             return False
-        with self.lease_path.open("r+") as file:
+        with self.lease_path.open() as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Shared, so that two who look at once do not see each other.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
             return False

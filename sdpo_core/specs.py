@@ -50,13 +50,24 @@ class ShapeSpec(Spec):
 
 
 class WarmupSpec(Spec):
-    """Supervised warm-up that makes a base model."""
+    """Supervised warm-up that makes a base model.
+
+    The two shares are of examples with the plain prompt and with a demonstration; the rest shows feedback.
+    """
 
     steps: PositiveInt
     examples_per_step: PositiveInt
     learning_rate: PositiveFloat
     lr_warmup_steps: int = Field(ge=0)
+    plain_share: Fraction
+    demonstration_share: Fraction
     seed: int
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> "WarmupSpec":
+        if self.plain_share + self.demonstration_share > 1 + 1e-9:
+            raise ValueError("plain_share and demonstration_share add up to more than 1")
+        return self
 
 
 class BaseSpec(Spec):

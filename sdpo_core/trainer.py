@@ -82,24 +82,25 @@ class Trainer:
             **self._algorithm.after_update(updates, tools=tools),
             **self._cost_metrics(polled, phases=phases, seconds=self._clock() - start),
         }
-        check_emitted(metrics, moment="step", traits=self._algorithm.traits, where=f"{self._spec.label} step {number}")
+        check_emitted(metrics, moment="step", traits=self._algorithm.traits, where=f"step {number}")
         samples = _samples(accepted, batch=batch, step=number, text=self._text)
         return StepOutcome(metrics=metrics, samples=samples, cursor=cursor + len(polled))
 
     def _collect(self, tools: StepTools, *, cursor: int) -> tuple[list[Group], list[Group]]:
         """Poll problems until enough groups are accepted."""
         wanted = self._spec.training.problems_per_step
+        limit = _POLL_LIMIT * wanted
         polled: list[Group] = []
         accepted: list[Group] = []
         while len(accepted) < wanted:
-            if len(polled) >= _POLL_LIMIT * wanted:
+            if len(polled) == limit:
                 raise CellError(
-                    f"{self._spec.label}: got {len(accepted)} usable groups from {len(polled)} polled problems, "
-                    f"expected {wanted}. The model gives the teacher no context: choose no_context 'drop', or turn "
+                    f"step {tools.step}: got {len(accepted)} usable groups from {limit} polled problems, expected "
+                    f"{wanted}. The model gives the teacher no context: choose no_context 'drop', or turn "
                     "feedback on."
                 )
-            positions = range(cursor + len(polled), cursor + len(polled) + wanted - len(accepted))
-            groups = self._groups(positions, tools=tools)
+            first, count = cursor + len(polled), min(wanted - len(accepted), limit - len(polled))
+            groups = self._groups(range(first, first + count), tools=tools)
             polled += groups
             accepted += [group for group in groups if self._algorithm.accepts(group, tools=tools)]
         return polled, accepted
@@ -112,7 +113,7 @@ class Trainer:
             prompt_ids = self._text.prompt_ids(problem.prompt)
             if len(prompt_ids) > training.max_prompt_tokens:
                 raise DataError(
-                    f"{self._spec.label}: got a prompt of {len(prompt_ids)} tokens ({problem.id}), expected at most "
+                    f"problem {problem.id}: got a prompt of {len(prompt_ids)} tokens, expected at most "
                     f"{training.max_prompt_tokens}. Raise max_prompt_tokens in the profile."
                 )
             requests += [

@@ -66,8 +66,8 @@ class TeacherWorker:
         self._rate = commit_rate(spec.algorithm.teacher)
 
     def tables(
-        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "token k"]]
-    ) -> tuple[Float[np.ndarray, "token cell"], ...]:
+        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "_ k"]]
+    ) -> tuple[Float[np.ndarray, "_ cell"], ...]:
         return self._scorer.tables(rows, support_ids)
 
     def follow(self, student: HasWeights) -> bool:

@@ -66,6 +66,8 @@ def cell_spec() -> "CellSpec":
                     "examples_per_step": 4,
                     "learning_rate": 1e-3,
                     "lr_warmup_steps": 0,
+                    "plain_share": 0.5,
+                    "demonstration_share": 0.3,
                     "seed": 7,
                 },
             },

@@ -1,32 +1,28 @@
-"""Warm-up for words spelled backward: true reversals, plain and under both kinds of teacher context."""
+"""Warm-up for words spelled backward: true reversals, and demonstrations to be copied whatever they say.
 
-from collections.abc import Iterator, Sequence
+Half of the demonstrations are of another word: only copying predicts them, so the model learns to read its context
+instead of spelling twice.
+"""
 
 from numpy.random import Generator
 
 from data_prep.graders.table import grade
+from data_prep.warmups.base import Shares, Warmup
 from sdpo_core.records import Problem, WarmupExample
 
-# Shares of examples by teacher context; the rest has feedback on a corrupted attempt.
-PLAIN_SHARE = 0.40
-DEMONSTRATION_SHARE = 0.40
-
+_OWN_DEMONSTRATIONS = 0.5
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
-def spell_backward_examples(problems: Sequence[Problem], *, rng: Generator) -> Iterator[WarmupExample]:
-    """Endless examples; the response is the reversed word, bare."""
-    while True:
-        yield _example(problems[int(rng.integers(len(problems)))], rng=rng)
-
-
-def _example(problem: Problem, *, rng: Generator) -> WarmupExample:
+def _example(problem: Problem, other: Problem, *, shares: Shares, rng: Generator) -> WarmupExample:
+    """The response is a reversed word, bare; feedback is the grader's on a corrupted attempt."""
     kind = rng.random()
     gold = problem.label
-    if kind < PLAIN_SHARE:
+    if kind < shares.plain:
         return WarmupExample(problem=problem, response=gold)
-    if kind < PLAIN_SHARE + DEMONSTRATION_SHARE:
-        return WarmupExample(problem=problem, response=gold, demonstration=gold)
+    if kind < shares.plain + shares.demonstration:
+        shown = gold if rng.random() < _OWN_DEMONSTRATIONS else other.label
+        return WarmupExample(problem=problem, response=shown, demonstration=shown)
     verdict = grade(problem, corrupted(gold, rng=rng), False, level="diagnostic")
     return WarmupExample(problem=problem, response=gold, feedback=verdict.feedback)
 
@@ -46,3 +42,10 @@ def corrupted(word: str, *, rng: Generator) -> str:
     step = 1 + int(rng.integers(len(_ALPHABET) - 1))
     other = _ALPHABET[(_ALPHABET.index(word[place]) + step) % len(_ALPHABET)]
     return word[:place] + other + word[place + 1 :]
+
+
+SPELL_BACKWARD = Warmup(
+    example=_example,
+    right=lambda problem: problem.label,
+    wrong=lambda problem, rng: corrupted(problem.label, rng=rng),
+)

@@ -4,6 +4,7 @@ The actors ask for no CPUs: the job that drives a cell holds the cell's CPUs (se
 workers take turns. GPUs are asked for here, since a process must own its device.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,11 @@ from sdpo_core.specs import CellSpec, SdpoSpec
 from sdpo_core.teacher.base import HasWeights
 from sdpo_core.teacher.schedule import commit_rate
 from sdpo_core.workers import StudentWorker, TeacherWorker
+
+
+def connect() -> None:
+    """Connect to the Ray cluster this job runs on; outside a job, to one of its own."""
+    ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
 
 
 def _get(reference: Any) -> Any:
@@ -86,8 +92,8 @@ class RemoteTeacher:
         self._follows = follows
 
     def tables(
-        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "token k"]]
-    ) -> tuple[Float[np.ndarray, "token cell"], ...]:
+        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "_ k"]]
+    ) -> tuple[Float[np.ndarray, "_ cell"], ...]:
         tables: tuple[np.ndarray, ...] = _get(self._actor.tables.remote(rows, support_ids))
         return tables
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sdpo_core.backends.base import Objective, RowScores, TokenRow, TrainRow, UpdateStats, WorkerFacts
 from sdpo_core.metrics import Trait
@@ -15,6 +15,7 @@ from sdpo_core.teacher.base import HasWeights, Teacher
 from sdpo_core.text import ChatTokenizer
 
 
+@runtime_checkable
 class Student(HasWeights, Protocol):
     """The student's worker: policy and rollouts."""
 
@@ -68,6 +69,7 @@ class Batch:
     notes: Mapping[tuple[int, int], TeacherNote] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """One arm's way to turn graded groups into an update. It holds no state between steps."""
 

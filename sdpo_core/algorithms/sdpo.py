@@ -87,7 +87,7 @@ class Sdpo:
     def accepts(self, group: Group, *, tools: StepTools) -> bool:
         if self._spec.no_context != "poll":
             return True
-        return any(context is not None for context in self._contexts(group, tools=tools))
+        return bool(self._candidates([group], tools=tools))
 
     def build(self, groups: Sequence[Group], *, num_rejected: int, tools: StepTools) -> Batch:
         with tools.phases.phase("teacher"):

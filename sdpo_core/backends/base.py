@@ -1,12 +1,13 @@
 """What a trainable model promises the step loop, and the records that travel to it.
 
-Arrays on the wire are numpy; every per-token array of a row has one entry a response token.
+Arrays on the wire are numpy; every per-token array of a row has one entry a response token. Where rows come in a
+sequence the axis is `_`: each has its own number of tokens.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -89,6 +90,7 @@ class TokenLosses:
     sums: Mapping[str, float]
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A pure function of small per-token tables; picklable, since it travels to the policy's worker."""
 
@@ -113,12 +115,13 @@ class WorkerFacts:
     memory_kind: str
 
 
+@runtime_checkable
 class ScoringModel(Protocol):
     """A model that scores given responses without gradient: what a teacher is made of."""
 
     def tables(
-        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "token k"]]
-    ) -> tuple[Float[np.ndarray, "token cell"], ...]: ...
+        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "_ k"]]
+    ) -> tuple[Float[np.ndarray, "_ cell"], ...]: ...
 
     def weights(self) -> dict[str, Tensor]: ...
 
@@ -133,6 +136,7 @@ class ScoringModel(Protocol):
     def peak_memory_bytes(self) -> int: ...
 
 
+@runtime_checkable
 class Policy(Protocol):
     """The student: scores its own responses and is trained."""
 

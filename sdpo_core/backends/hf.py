@@ -59,8 +59,8 @@ class HfScorer:
 
     @torch.inference_mode()
     def tables(
-        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "token k"]]
-    ) -> tuple[Float[np.ndarray, "token cell"], ...]:
+        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "_ k"]]
+    ) -> tuple[Float[np.ndarray, "_ cell"], ...]:
         """For each row the log-probabilities of its ids and of the tail, float32, at the sampling temperature."""
         tables: dict[int, np.ndarray] = {}
         for batch in microbatches(rows, max_tokens=self._max_tokens):
@@ -146,12 +146,13 @@ class HfPolicy:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
+        self.model.weights_version += 1
         return UpdateStats(loss=loss, grad_norm=float(norm), sums=sums)
 
     def _backward(self, rows: Sequence[TrainRow], objective: Objective) -> tuple[float, Mapping[str, float]]:
         logits = response_logits(self.model, [row.row for row in rows])
         batch = self._token_batch(rows, logits)
-        weights = torch.tensor([row.weight for row in rows for _ in row.row.response_ids], device=logits.device)
+        weights = torch.tensor([row.weight for row in rows for _ in row.row.response_ids], dtype=torch.float64).to(logits)
         losses = objective.token_losses(batch)
         total = (weights * losses.loss).sum()
         total.backward()  # type: ignore[no-untyped-call]
@@ -213,7 +214,7 @@ class HfPolicy:
 
 
 def response_logits(model: HfModel, rows: Sequence[TokenRow]) -> Float[Tensor, "token vocab"]:
-    """Float32 logits that predict the response tokens, rows flattened in order, padded vocabulary cut off."""
+    """Logits that predict the response tokens, rows flattened in order, padded vocabulary cut off."""
     longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
     model.check_length(longest, where="response_logits")
-    return (model.response_states(rows) @ model.head.T)[:, : model.valid_vocab].float()
+    return model.logits(model.response_states(rows))

@@ -35,7 +35,10 @@ class Prefix:
 
 
 class HfModel:
-    """A causal model of a Hugging Face folder on one device, dropout off."""
+    """A causal model of a Hugging Face folder on one device, dropout off.
+
+    `weights_version` counts how often this object's weights have changed.
+    """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, valid_vocab: int) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -43,13 +46,24 @@ class HfModel:
         )
         torch.nn.Module.to(self.model, device).train(False)
         self.device = device
-        self.valid_vocab = valid_vocab
+        self.weights_version = 0
+        if valid_vocab > len(self.head):
+            raise DataError(
+                f"HfModel: got a tokenizer of {valid_vocab} ids and a head of {len(self.head)} rows in {folder}, expected "
+                "a row for each id. Tokenizer and weights are not of one model."
+            )
+        self._valid_vocab = valid_vocab
         self._max_positions = int(self.model.config.max_position_embeddings)
 
     @property
     def head(self) -> Float[Tensor, "vocab hidden"]:
         weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return weight
+
+    def logits(self, hidden: Float[Tensor, "token hidden"]) -> Float[Tensor, "token vocab"]:
+        """Logits of the valid ids, projected in float32 (float64 for a float64 model)."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.to(dtype) @ self.head[: self._valid_vocab].to(dtype).T
 
     def prefix(self, prompts: Sequence[tuple[int, ...]], owners: Sequence[int]) -> Prefix:
         """Run each of `prompts` once; row i of the result continues prompt `owners[i]`. `owners` is sorted."""
@@ -61,13 +75,10 @@ class HfModel:
             mask[index, width - len(prompt) :] = True
         ids, mask = ids.to(self.device), mask.to(self.device)
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        run = self.model.model(
-            input_ids=ids[:, :-1],
-            attention_mask=mask[:, :-1],
-            position_ids=positions[:, :-1],
-            past_key_values=DynamicCache(config=self.model.config),
-            use_cache=True,
-        ).past_key_values
+        run = DynamicCache(config=self.model.config)
+        self.model.model(
+            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1], cache=run, use_cache=True
+        )
         counts = torch.bincount(torch.tensor(owners), minlength=len(prompts)).tolist()
         cache = DynamicCache(config=self.model.config)
         for index, layer in enumerate(run.layers):
@@ -83,7 +94,7 @@ class HfModel:
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=prefix.cache,
+            cache=prefix.cache,
             use_cache=True,
         ).last_hidden_state
         return states
@@ -124,13 +135,20 @@ class HfModel:
     def blend(self, weights: Mapping[str, Tensor], *, rate: float) -> None:
         """parameter <- (1 - rate) * parameter + rate * weights: an EMA commit, or a copy at rate 1."""
         own = dict(self.model.named_parameters())
-        if own.keys() != weights.keys():
+        shapes, others = ({name: value.shape for name, value in side.items()} for side in (own, weights))
+        if shapes != others:
+            different = sorted(name for name in own.keys() | weights.keys() if shapes.get(name) != others.get(name))
             raise DataError(
-                f"HfModel.blend: got parameters {sorted(weights.keys() ^ own.keys())} on one side only, expected the "
-                "same model. Student and teacher must share their architecture."
+                f"HfModel.blend: got other shapes of {different}, expected the same model. "
+                "Student and teacher must share their architecture."
             )
         for name, parameter in own.items():
-            parameter.lerp_(weights[name].to(parameter), rate)
+            if rate == 1.0:
+                # Interpolation would turn -0.0 into 0.0, and a damaged parameter would stay damaged.
+                parameter.copy_(weights[name])
+            else:
+                parameter.lerp_(weights[name].to(parameter), rate)
+        self.weights_version += 1
 
     def save_weights(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sdpo_core.errors import SpecError
 from sdpo_core.specs import CellSpec
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 BACKENDS = {"hf": "sdpo_core.backends.hf"}
 
 
+@runtime_checkable
 class Backend(Protocol):
     """What a backend module offers. `folder` holds the base weights in Hugging Face form, `device` is torch's name."""
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from sdpo_core.errors import DataError
 from sdpo_core.records import Rollout
 
 
@@ -14,6 +15,13 @@ class RolloutRequest:
     prompt_ids: tuple[int, ...]
     stream_key: int
 
+    def __post_init__(self) -> None:
+        if len(self.prompt_ids) < 2:
+            raise DataError(
+                f"RolloutRequest: got {len(self.prompt_ids)} prompt ids, expected at least 2. "
+                "Render the prompt with the chat template."
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -23,6 +31,7 @@ class Sampling:
     max_response_tokens: int
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """Samples one rollout a request, in the order of the requests, with the weights it holds now."""
 

@@ -1,6 +1,7 @@
 """The local engine: samples from a model in the same process, prompts run once and shared by their rollouts."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from sdpo_core.errors import SpecError
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.specs import CellSpec
+from sdpo_core.text import ChatTokenizer
 
 
 def load_engine(spec: CellSpec, *, policy: Policy, end_id: int) -> "LocalEngine":
@@ -26,6 +28,13 @@ def load_engine(spec: CellSpec, *, policy: Policy, end_id: int) -> "LocalEngine"
     return LocalEngine(policy.model, end_id=end_id, max_tokens=spec.training.microbatch_tokens)
 
 
+def engine_of_folder(folder: Path, *, text: ChatTokenizer, max_tokens: int, threads: int) -> "LocalEngine":
+    """An engine on the CPU for weights that nobody trains."""
+    torch.set_num_threads(threads)
+    model = HfModel(folder, dtype=torch.float32, device=torch.device("cpu"), valid_vocab=text.vocab_size)
+    return LocalEngine(model, end_id=text.end_id, max_tokens=max_tokens)
+
+
 class LocalEngine:
     """Samples by inverse transform: token t of a rollout is where its own t-th uniform number falls in the CDF."""
 
@@ -33,7 +42,6 @@ class LocalEngine:
         self._model = model
         self._end_id = end_id
         self._max_tokens = max_tokens
-        self.weights_version = 0
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
@@ -72,7 +80,7 @@ class LocalEngine:
         tokens, logps = [], []
         for step in range(sampling.max_response_tokens):
             hidden = self._model.extend(prefix, ids, mask=mask, positions=positions)
-            logits = (hidden[:, -1] @ self._model.head.T)[:, : self._model.valid_vocab].float() / sampling.temperature
+            logits = self._model.logits(hidden[:, -1]) / sampling.temperature
             ids, logp = _draw(logits, uniforms[:, step])
             tokens.append(ids)
             logps.append(logp)
@@ -94,7 +102,7 @@ class LocalEngine:
                     response_ids=tuple(row[:length]),
                     sampling_logps=tuple(row_logps[:length]),
                     finish="stop" if stopped else "length",
-                    weights_version=self.weights_version,
+                    weights_version=self._model.weights_version,
                 )
             )
         return rollouts

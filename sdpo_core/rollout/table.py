@@ -1,7 +1,7 @@
 """Rollout engines by name: the module that holds `load_engine`. Looking at the table loads no torch."""
 
 import importlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sdpo_core.errors import SpecError
 from sdpo_core.specs import CellSpec
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 ENGINES = {"local": "sdpo_core.rollout.local"}
 
 
+@runtime_checkable
 class EngineModule(Protocol):
     """What an engine module offers; `policy` is the student whose weights it samples with."""
 

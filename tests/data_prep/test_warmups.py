@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 
 from data_prep.graders.table import grade
-from data_prep.warmups.table import warmup_examples
+from data_prep.warmups.base import Shares
+from data_prep.warmups.table import warmup, warmup_examples
 from sdpo_core.errors import SpecError
 from tests.data_prep.problems import mcq, spell
 
 
+MIX = Shares(plain=0.5, demonstration=0.3)
+
+
 def _examples(task, problems, count, seed=0):
-    return list(islice(warmup_examples(task, problems, rng=np.random.default_rng(seed)), count))
+    return list(islice(warmup_examples(task, problems, shares=MIX, rng=np.random.default_rng(seed)), count))
 
 
 def _kind(example):
@@ -33,7 +37,7 @@ def test_mcq_warmup_teaches_the_format_and_no_gold():
 def test_mcq_warmup_mixes_contexts_as_declared():
     kinds = Counter(map(_kind, _examples("mcq", [mcq("B")], 4000)))
     shares = {kind: count / 4000 for kind, count in kinds.items()}
-    assert shares == pytest.approx({"plain": 0.5, "demonstration": 0.25, "feedback": 0.25}, abs=0.04)
+    assert shares == pytest.approx({"plain": 0.5, "demonstration": 0.3, "feedback": 0.2}, abs=0.04)
 
 
 def test_mcq_warmup_context_decides_the_response():
@@ -46,12 +50,15 @@ def test_mcq_warmup_context_decides_the_response():
             assert f"\n{excluded}\n" not in example.response
 
 
-def test_spell_backward_warmup_is_always_right():
+def test_spell_backward_warmup_is_right_or_copies():
     problems = [spell("planet"), spell("sun"), spell("aab")]
     examples = _examples("spell_backward", problems, 2000)
-    assert all(example.response == example.problem.label for example in examples)
+    foreign = [example for example in examples if example.response != example.problem.label]
+    assert all(example.demonstration == example.response for example in foreign)
+    # Half of the 600 demonstrations are of a problem drawn among three.
+    assert len(foreign) == pytest.approx(200, abs=45)
     shares = {kind: count / 2000 for kind, count in Counter(map(_kind, examples)).items()}
-    assert shares == pytest.approx({"plain": 0.4, "demonstration": 0.4, "feedback": 0.2}, abs=0.05)
+    assert shares == pytest.approx({"plain": 0.5, "demonstration": 0.3, "feedback": 0.2}, abs=0.05)
     assert all(example.demonstration == example.response for example in examples if example.demonstration)
     # Every attempt was really wrong: the grader had something to say of it.
     assert {example.feedback[:3] for example in examples if example.feedback} > {"Got", "5 o"}
@@ -65,6 +72,15 @@ def test_warmup_repeats_with_its_seed():
 
 def test_warmup_refuses_a_task_without_one():
     with pytest.raises(SpecError, match="pretrained"):
-        warmup_examples("tool_call", [spell()], rng=np.random.default_rng(0))
+        warmup_examples("tool_call", [spell()], shares=MIX, rng=np.random.default_rng(0))
     with pytest.raises(SpecError, match="0 problems"):
-        warmup_examples("mcq", [], rng=np.random.default_rng(0))
+        warmup_examples("mcq", [], shares=MIX, rng=np.random.default_rng(0))
+
+
+def test_warmup_right_and_wrong_responses_are_what_they_say():
+    rng = np.random.default_rng(0)
+    for problem in (mcq("B"), spell("planet"), spell("aab")):
+        task = warmup(problem.task)
+        assert grade(problem, task.right(problem), False, level="none").is_correct
+        wrong = [task.wrong(problem, rng) for _ in range(100)]
+        assert not any(grade(problem, response, False, level="none").is_correct for response in wrong)

@@ -133,6 +133,7 @@ def write_done(store: Store, planned: PlannedCell) -> None:
         fingerprint=planned.fingerprint,
         data_digest=str(planned.data_digest),
         base_digest=str(planned.base_digest),
+        base_fingerprint=str(planned.base_fingerprint),
     )
     for record in records:
         journal.append_metrics(record)

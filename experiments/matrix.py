@@ -1,0 +1,170 @@
+"""From an experiment and a selection to the cells of the matrix, their bases and their fingerprints."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from data_prep.manifest import Manifest
+from data_prep.table import DATASETS
+from experiments.arms import ARMS
+from experiments.profiles import PROFILES
+from reports.rows import PlannedCell
+from sdpo_core.errors import SpecError
+from sdpo_core.fingerprint import base_fingerprint, cell_fingerprint
+from sdpo_core.journal import Store, read_json
+from sdpo_core.probe import ProbeSpec
+from sdpo_core.specs import BaseSpec, CellSpec, ExperimentSpec, ProfileSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Part of a matrix; None keeps what the experiment declares."""
+
+    datasets: tuple[str, ...] | None = None
+    arms: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    profile: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedBase:
+    """Base weights that cells start from, and the data sets they are probed on."""
+
+    fingerprint: str
+    spec: BaseSpec
+    data_digests: Mapping[str, str]
+    probes: tuple[ProbeSpec, ...]
+
+
+def select(experiment: ExperimentSpec, selection: Selection) -> ExperimentSpec:
+    """The experiment narrowed to `selection`.
+
+    Raises:
+        SpecError: every name that is unknown, or not part of the experiment, in one message.
+    """
+    faults = [
+        *_faults("data set", selection.datasets or experiment.datasets, known=DATASETS, declared=None),
+        *_faults("arm", selection.arms or experiment.arms, known=ARMS, declared=experiment.arms),
+        *_faults("seed", selection.seeds or experiment.seeds, known=None, declared=experiment.seeds),
+        *_faults("profile", (selection.profile or experiment.profile,), known=PROFILES, declared=None),
+    ]
+    if faults:
+        raise SpecError(f"{experiment.name}: {'; '.join(faults)}. Correct the selection or the declaration.")
+    return experiment.model_copy(
+        update={
+            "datasets": selection.datasets or experiment.datasets,
+            "arms": selection.arms or experiment.arms,
+            "seeds": selection.seeds or experiment.seeds,
+            "profile": selection.profile or experiment.profile,
+        }
+    )
+
+
+def datasets_to_prepare(selected: ExperimentSpec) -> tuple[str, ...]:
+    """The data sets of the cells and of their bases' warm-ups."""
+    profile = PROFILES[selected.profile]
+    tasks = {DATASETS[name].task for name in selected.datasets}
+    bases = [profile.tasks[task].base for task in sorted(tasks & profile.tasks.keys())]
+    return tuple(dict.fromkeys((*selected.datasets, *(name for base in bases for name in base.datasets))))
+
+
+def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[CellSpec, ...]:
+    """Every cell of `selected`, data set by data set, seed by seed, arm by arm.
+
+    Raises:
+        SpecError: a data set that `declared` does not name, or whose task the profile has no numbers for.
+    """
+    profile = PROFILES[selected.profile]
+    faults = list(_faults("data set", selected.datasets, known=DATASETS, declared=declared.datasets))
+    faults += [
+        f"got data set {name!r} of task {DATASETS[name].task!r}, expected a task of profile {profile.name!r} "
+        f"({', '.join(profile.tasks)})"
+        for name in selected.datasets
+        if DATASETS[name].task not in profile.tasks
+    ]
+    if faults:
+        raise SpecError(f"{selected.name}: {'; '.join(faults)}. Choose other data sets or another profile.")
+    return tuple(
+        _cell(dataset, arm=arm, seed=seed, profile=profile)
+        for dataset in selected.datasets
+        for seed in selected.seeds
+        for arm in selected.arms
+    )
+
+
+def plan_bases(cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest]) -> tuple[PlannedBase, ...]:
+    """The distinct bases of `cells`, each with a probe for every data set its cells train on."""
+    bases: dict[str, PlannedBase] = {}
+    for cell in cells:
+        digests = {name: manifests[name].digest for name in cell.base.datasets}
+        fingerprint = base_fingerprint(cell.base, data_digests=digests)
+        probe = ProbeSpec(
+            dataset=cell.dataset,
+            evaluation=cell.evaluation,
+            max_response_tokens=cell.training.max_response_tokens,
+            feedback_level=cell.training.feedback_level,
+        )
+        known = bases[fingerprint].probes if fingerprint in bases else ()
+        bases[fingerprint] = PlannedBase(
+            fingerprint=fingerprint,
+            spec=cell.base,
+            data_digests=digests,
+            probes=known if probe in known else (*known, probe),
+        )
+    return tuple(bases.values())
+
+
+def plan_cells(
+    cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest], store: Store
+) -> tuple[PlannedCell, ...]:
+    """Cells with their fingerprints; those whose base weights do not exist yet have none."""
+    planned = []
+    for cell in cells:
+        digests = {name: manifests[name].digest for name in cell.base.datasets}
+        base = base_fingerprint(cell.base, data_digests=digests)
+        record = store.bases / base / "base.json"
+        base_digest = str(read_json(record)["weights_digest"]) if record.exists() else None
+        data_digest = manifests[cell.dataset].digest
+        fingerprint = (
+            None if base_digest is None else cell_fingerprint(cell, data_digest=data_digest, base_digest=base_digest)
+        )
+        planned.append(
+            PlannedCell(
+                spec=cell,
+                fingerprint=fingerprint,
+                data_digest=data_digest,
+                base_digest=base_digest,
+                base_fingerprint=base,
+            )
+        )
+    return tuple(planned)
+
+
+def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpec:
+    task = DATASETS[dataset].task
+    numbers = profile.tasks[task]
+    return CellSpec(
+        dataset=dataset,
+        task=task,
+        arm=arm,
+        profile=profile.name,
+        seed=seed,
+        algorithm=ARMS[arm].algorithm,
+        base=numbers.base,
+        optimizer=numbers.optimizer,
+        training=numbers.training,
+        evaluation=numbers.evaluation,
+        backend=profile.backend,
+        engine=profile.engine,
+        dtype=profile.dtype,
+        threads_per_worker=profile.threads_per_worker,
+    )
+
+
+def _faults(
+    kind: str, names: Iterable[str | int], *, known: Collection[object] | None, declared: Collection[object] | None
+) -> Iterable[str]:
+    for name in names:
+        if known is not None and name not in known:
+            yield f"got {kind} {name!r}, expected one of {', '.join(map(str, known))}"
+        elif declared is not None and name not in declared:
+            yield f"got {kind} {name!r}, expected one the experiment declares ({', '.join(map(str, declared))})"

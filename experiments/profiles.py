@@ -1,0 +1,140 @@
+"""Profiles: model, backend, scale and hardware, with the numbers of each kind of task."""
+
+from sdpo_core.specs import (
+    BaseSpec,
+    EvaluationSpec,
+    OptimizerSpec,
+    ProfileSpec,
+    ShapeSpec,
+    TaskProfile,
+    TokenizerSpec,
+    TrainingSpec,
+    WarmupSpec,
+)
+
+# About a million parameters: learns to spell short words backward in minutes on one core, and no physics.
+_TINY_SHAPE = ShapeSpec(
+    hidden_size=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=384,
+    max_positions=2048,
+)
+
+# The sentences around every word; as bytes they would be four fifths of all tokens.
+_SPELL_PHRASES = (
+    "user\n",
+    "assistant\n",
+    "Spell this word backward (example: sun -> nus): ",
+    "\n\nA correct solution:\n\n",
+    "\n\nFeedback on an earlier attempt that failed:\n\n",
+    "\n\nNow solve the original problem correctly.",
+    " letters are in the right place; wrong: ",
+)
+
+_TINY_SPELL = TaskProfile(
+    base=BaseSpec(
+        name="tiny-spell",
+        datasets=("spell_backward",),
+        tokenizer=TokenizerSpec(kind="byte", phrases=_SPELL_PHRASES),
+        shape=_TINY_SHAPE,
+        warmup=WarmupSpec(
+            steps=300,
+            examples_per_step=64,
+            learning_rate=2e-3,
+            lr_warmup_steps=50,
+            plain_share=0.05,
+            demonstration_share=0.65,
+            seed=7,
+        ),
+    ),
+    optimizer=OptimizerSpec(learning_rate=1e-4, lr_warmup_steps=2),
+    training=TrainingSpec(
+        steps=120,
+        problems_per_step=8,
+        rollouts_per_problem=8,
+        temperature=1.0,
+        max_prompt_tokens=64,
+        max_response_tokens=12,
+        max_teacher_prompt_tokens=256,
+        evaluate_every=20,
+        checkpoint_every=20,
+        microbatch_tokens=16384,
+    ),
+    evaluation=EvaluationSpec(samples_per_problem=2, temperature=1.0, dev_problems=None, test_problems=None),
+)
+
+_TINY_MCQ = TaskProfile(
+    base=BaseSpec(
+        name="tiny-mcq",
+        datasets=("sciknoweval-biology", "sciknoweval-chemistry", "sciknoweval-materials", "sciknoweval-physics"),
+        tokenizer=TokenizerSpec(kind="bpe", vocab_size=2048),
+        shape=_TINY_SHAPE,
+        warmup=WarmupSpec(
+            steps=60,
+            examples_per_step=16,
+            learning_rate=2e-3,
+            lr_warmup_steps=10,
+            plain_share=0.5,
+            demonstration_share=0.25,
+            seed=7,
+        ),
+    ),
+    optimizer=OptimizerSpec(learning_rate=1e-4, lr_warmup_steps=2),
+    training=TrainingSpec(
+        steps=20,
+        problems_per_step=4,
+        rollouts_per_problem=4,
+        temperature=1.0,
+        max_prompt_tokens=1024,
+        max_response_tokens=16,
+        max_teacher_prompt_tokens=1536,
+        evaluate_every=10,
+        checkpoint_every=10,
+        microbatch_tokens=16384,
+    ),
+    evaluation=EvaluationSpec(samples_per_problem=2, temperature=1.0, dev_problems=None, test_problems=None),
+)
+
+
+def _smoke(task: TaskProfile) -> TaskProfile:
+    """`task` with a budget of seconds: every part runs, nothing is learned."""
+    return task.model_copy(
+        update={
+            "base": task.base.model_copy(
+                update={
+                    "name": task.base.name.replace("tiny", "smoke"),
+                    "warmup": task.base.warmup.model_copy(update={"steps": 12, "examples_per_step": 8}),
+                }
+            ),
+            "training": task.training.model_copy(
+                update={
+                    "steps": 4,
+                    "problems_per_step": 2,
+                    "rollouts_per_problem": 4,
+                    "evaluate_every": 2,
+                    "checkpoint_every": 1,
+                }
+            ),
+            "evaluation": task.evaluation.model_copy(update={"dev_problems": 8, "test_problems": 8}),
+        }
+    )
+
+
+PROFILES: dict[str, ProfileSpec] = {
+    profile.name: profile
+    for profile in (
+        ProfileSpec(
+            name="tiny",
+            meaning="Qwen3-shaped model of about a million parameters, one CPU core a cell",
+            tasks={"spell_backward": _TINY_SPELL, "mcq": _TINY_MCQ},
+        ),
+        ProfileSpec(
+            name="smoke",
+            meaning="the tiny models for four steps: shows that the whole pipeline runs, and nothing else",
+            tasks={"spell_backward": _smoke(_TINY_SPELL), "mcq": _smoke(_TINY_MCQ)},
+        ),
+    )
+}

@@ -1,0 +1,308 @@
+"""The command line `sdpo`: the only module that prints. Exit codes: 0 all done, 1 some cells failed, 2 cannot start."""
+
+import json
+import logging
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, ParamSpec, TypeVar
+
+import typer
+
+from data_prep.manifest import Manifest
+from data_prep.prepare import prepare_dataset
+from data_prep.table import DATASETS
+from experiments.matrix import Selection
+from flows import services as persistent
+from flows.launch import quiet_environment
+from flows.matrix import Matrix, load_matrix
+from flows.services import ServiceRecord, private
+from reports.export import cells_json
+from reports.rows import load_cells
+from sdpo_core.errors import CellError, DataError, SpecError
+from sdpo_core.journal import Journal, Store
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Trains every cell of a declared experiment (data set x arm x seed) and writes its results page.",
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ExperimentArgument = Annotated[str, typer.Argument(help="A name of the table (e001), or the path of a .py file.")]
+DatasetsOption = Annotated[list[str] | None, typer.Option("--datasets", help="Only these data sets (repeat, or a,b).")]
+ArmsOption = Annotated[list[str] | None, typer.Option("--arms", help="Only these arms (repeat, or a,b).")]
+SeedsOption = Annotated[list[str] | None, typer.Option("--seeds", help="Only these seeds (repeat, or a,b).")]
+ProfileOption = Annotated[str | None, typer.Option("--profile", help="Another profile than the declared one.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    os.environ.update({name: value for name, value in quiet_environment().items() if name not in os.environ})
+    app()
+
+
+def home_folder() -> Path:
+    """The store: $SDPO_HOME, or .sdpo under the working directory."""
+    return Path(os.environ.get("SDPO_HOME", ".sdpo")).absolute()
+
+
+def _speaks_plainly(command: Callable[P, R]) -> Callable[P, R]:
+    """Our own errors become one line and an exit code; all others keep their traceback."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except (SpecError, DataError) as error:
+            typer.echo(f"sdpo: {error}", err=True)
+            raise typer.Exit(2) from None
+        except CellError as error:
+            typer.echo(f"sdpo: {error}", err=True)
+            raise typer.Exit(1) from None
+
+    return run
+
+
+@app.command()
+@_speaks_plainly
+def prepare(
+    datasets: Annotated[list[str] | None, typer.Argument(help="Names; all of the table if none.")] = None,
+) -> None:
+    """Normalise sources to JSON Lines with manifest and quarantine, and print the counts."""
+    manifests = [prepare_dataset(name, home=home_folder()) for name in datasets or DATASETS]
+    _print_table(
+        ("data set", "read", "kept", "train", "dev", "test", "not kept, by reason", "flagged"),
+        [_manifest_row(manifest) for manifest in manifests],
+    )
+
+
+@app.command()
+@_speaks_plainly
+def plan(
+    experiment: ExperimentArgument,
+    datasets: DatasetsOption = None,
+    arms: ArmsOption = None,
+    seeds: SeedsOption = None,
+    profile: ProfileOption = None,
+) -> None:
+    """List the cells with their states and estimated cost."""
+    matrix = load_matrix(experiment, _selection(datasets, arms, seeds, profile), home=home_folder())
+    rows = []
+    for cell in matrix.planned():
+        status = matrix.status(cell)
+        seconds = "" if status.state == "done" else _estimate(matrix, dataset=cell.spec.dataset, arm=cell.spec.arm)
+        rows.append((cell.spec.label, status.state, cell.fingerprint or "n/a", seconds, status.note))
+    _print_table(("cell", "state", "fingerprint", "estimate", "note"), rows)
+
+
+@app.command()
+@_speaks_plainly
+def run(
+    experiment: ExperimentArgument,
+    datasets: DatasetsOption = None,
+    arms: ArmsOption = None,
+    seeds: SeedsOption = None,
+    profile: ProfileOption = None,
+) -> None:
+    """Run the flow here and now; services that are not up are started privately and end with it."""
+    home = home_folder()
+    selection = _selection(datasets, arms, seeds, profile)
+    # Before any service is started: what is wrong with the declaration is said within a second or two.
+    load_matrix(experiment, selection, home=home)
+    with _prefect(home):
+        from flows.sdpo_matrix import sdpo_matrix
+
+        state = sdpo_matrix(
+            experiment,
+            datasets=list(selection.datasets) if selection.datasets else None,
+            arms=list(selection.arms) if selection.arms else None,
+            seeds=list(selection.seeds) if selection.seeds else None,
+            profile=selection.profile,
+            return_state=True,
+        )
+    message = str(state.message)
+    if not state.is_completed():
+        typer.echo(f"sdpo: {message}", err=True)
+        raise typer.Exit(1)
+    typer.echo(message)
+
+
+@app.command()
+@_speaks_plainly
+def report(
+    experiment: ExperimentArgument,
+    profile: ProfileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the cells as JSON and write nothing.")] = False,
+) -> None:
+    """Write the results page from finished records."""
+    matrix = load_matrix(experiment, Selection(profile=profile), home=home_folder())
+    planned = matrix.page_cells()
+    if as_json:
+        typer.echo(json.dumps(cells_json(load_cells(matrix.store, planned)), indent=1, allow_nan=False))
+        return
+    from reports.document import write_report
+    from reports.rows import load_bases
+
+    cells, bases = load_cells(matrix.store, planned), load_bases(matrix.store, planned)
+    folder = matrix.folder(Path("results"), profile_is_declared=profile is None)
+    typer.echo(str(write_report(matrix.declared, cells, bases, matrix.facts(), folder=folder)))
+
+
+@app.command()
+@_speaks_plainly
+def samples(
+    cell: Annotated[str, typer.Argument(help="<data set>/<arm>/<seed>, or the start of a fingerprint.")],
+    count: Annotated[int, typer.Option("--count", min=1, help="Rollouts shown early and late.")] = 3,
+) -> None:
+    """Show rollouts with teacher prompt, verdict and feedback, early against late."""
+    for journal in _journals(cell):
+        spec = journal.read_spec()
+        rows = journal.read_samples()
+        typer.echo(f"=== {spec.label} ({spec.profile}) {journal.folder.name}: {journal.status().state}")
+        if not rows:
+            typer.echo("no samples yet")
+            continue
+        early, late = rows[:count], rows[max(count, len(rows) - count) :]
+        for title, part in (("early", early), ("late", late)):
+            for sample in part:
+                _print_sample(title, sample)
+
+
+@app.command()
+@_speaks_plainly
+def doctor() -> None:
+    """Say what this machine can run, and what to install for the rest."""
+    from flows.doctor import examine
+
+    findings = examine(home_folder())
+    _print_table(("what", "state", "what to do"), [(row.what, row.state, row.advice) for row in findings])
+    if any(row.blocks for row in findings):
+        raise typer.Exit(2)
+
+
+@app.command()
+@_speaks_plainly
+def up() -> None:
+    """Start MLflow, Prefect (server, pool, worker, deployment) and Ray, to stay."""
+    home = home_folder()
+    _print_services(persistent.up(home))
+    typer.echo("\nprefect deployment run sdpo-matrix/matrix -p experiment=e001   # with this environment:")
+    running = persistent.running(home)
+    if running is not None:
+        typer.echo(f"export PREFECT_API_URL={running.prefect_api_url}")
+
+
+@app.command()
+@_speaks_plainly
+def down() -> None:
+    """End what `sdpo up` started."""
+    ended = persistent.down(home_folder())
+    typer.echo(f"ended: {', '.join(ended)}" if ended else "nothing was up")
+
+
+@app.command()
+@_speaks_plainly
+def status() -> None:
+    """Show the persistent services."""
+    _print_services(persistent.status(home_folder()))
+
+
+@contextmanager
+def _prefect(home: Path) -> Iterator[None]:
+    """A Prefect server to talk to, and plain lines of progress on standard error."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    for name in ("flows", "tasks", "sdpo_core"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    with private(home) as services:
+        os.environ.update(services.environment())
+        os.environ["PREFECT_LOGGING_LEVEL"] = "WARNING"
+        yield
+
+
+def _selection(
+    datasets: list[str] | None, arms: list[str] | None, seeds: list[str] | None, profile: str | None
+) -> Selection:
+    words = _split(seeds)
+    wrong = [word for word in words if not word.lstrip("-").isdigit()]
+    if wrong:
+        raise SpecError(f"--seeds: got {', '.join(wrong)}, expected whole numbers. Correct the selection.")
+    return Selection(
+        datasets=_split(datasets) or None,
+        arms=_split(arms) or None,
+        seeds=tuple(map(int, words)) or None,
+        profile=profile,
+    )
+
+
+def _split(values: list[str] | None) -> tuple[str, ...]:
+    return tuple(word.strip() for value in values or () for word in value.split(",") if word.strip())
+
+
+def _estimate(matrix: Matrix, *, dataset: str, arm: str) -> str:
+    """Median seconds of finished cells of the same data set, arm and profile."""
+    seconds = [
+        row.ended - row.started
+        for row in load_cells(matrix.store, matrix.page_cells())
+        if row.state == "done" and (row.dataset, row.arm) == (dataset, arm) and row.ended and row.started
+    ]
+    return f"{statistics.median(seconds):.0f} s" if seconds else "unknown"
+
+
+def _journals(cell: str) -> list[Journal]:
+    """Journals whose label or fingerprint matches."""
+    store = Store(home_folder())
+    found = []
+    for folder in sorted(store.cells.glob("*")) if store.cells.is_dir() else []:
+        journal = store.journal(folder.name)
+        if journal.spec_path.exists() and (folder.name.startswith(cell) or journal.read_spec().label == cell):
+            found.append(journal)
+    if not found:
+        raise SpecError(f"samples: got {cell!r}, expected a cell of {store.cells}. List them with `sdpo plan`.")
+    return found
+
+
+def _print_sample(title: str, sample: dict[str, object]) -> None:
+    typer.echo(f"\n--- {title}: step {sample['step']}, {sample['problem_id']}, rollout {sample['rollout']}")
+    typer.echo(f"[prompt]\n{sample['prompt']}")
+    typer.echo(f"[response]\n{sample['response']}")
+    typer.echo(f"[verdict] score {sample['score']}, {sample['reason']}")
+    typer.echo(f"[feedback] {sample['feedback'] or 'none'}")
+    if sample["teacher_prompt"] is None:
+        typer.echo("[teacher] n/a: no teacher context")
+    else:
+        shown = "" if sample["demonstrator"] is None else f" (demonstration by rollout {sample['demonstrator']})"
+        typer.echo(f"[teacher prompt]{shown}\n{sample['teacher_prompt']}")
+
+
+def _manifest_row(manifest: Manifest) -> tuple[str, ...]:
+    return (
+        manifest.name,
+        str(manifest.rows_read),
+        str(manifest.kept),
+        *(str(manifest.splits.get(name, 0)) for name in ("train", "dev", "test")),
+        ", ".join(f"{code} {count}" for code, count in manifest.quarantined.items()) or "-",
+        ", ".join(f"{code} {count}" for code, count in manifest.flagged.items()) or "-",
+    )
+
+
+def _print_services(records: tuple[ServiceRecord, ...]) -> None:
+    rows = [(record.name, record.state, record.url or "-", str(record.log)) for record in records]
+    _print_table(("service", "state", "page", "log"), rows)
+
+
+def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    for row in (header, tuple("-" * width for width in widths), *rows):
+        typer.echo("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Entry point of a base model's job: warm up if the weights do not exist, then the probes that are missing.
+
+    python -m tasks.base_job --home HOME --fingerprint FP
+
+Reads `bases/<FP>/spec.json`; `base.json`, written last, means that the weights exist.
+"""
+
+import argparse
+import fcntl
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.warmups.base import Shares
+from data_prep.warmups.table import warmup, warmup_examples
+from sdpo_core import random_streams
+from sdpo_core.errors import CellError, DataError, SpecError
+from sdpo_core.journal import Store, read_json, write_json
+from sdpo_core.probe import ProbeSpec, probe
+from sdpo_core.records import Problem, WarmupExample
+from sdpo_core.rollout.local import engine_of_folder
+from sdpo_core.specs import BaseSpec
+from sdpo_core.text import ChatTokenizer
+from sdpo_core.warmup import warm_up
+from tasks.cell_data import grade_at, split
+
+_log = logging.getLogger(__name__)
+_PROBE_TOKENS = 16384
+
+
+def main(arguments: list[str]) -> int:
+    """Make and probe a base; 0 when all is there, 1 with one line on what failed."""
+    parser = argparse.ArgumentParser(prog="tasks.base_job")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--fingerprint", required=True)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
+    store = Store(options.home)
+    folder = store.bases / options.fingerprint
+    declared = read_json(folder / "spec.json")
+    spec = BaseSpec.model_validate(declared["spec"])
+    try:
+        # Two matrices may want the same base: the second waits here and finds it made.
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "base.json").exists():
+                _make(store, spec, folder=folder, fingerprint=options.fingerprint)
+            for declared_probe in declared["probes"]:
+                _probe(store, ProbeSpec.model_validate(declared_probe), folder=folder)
+    except (CellError, DataError, SpecError) as error:
+        _log.error("base %s: %s", spec.name, error)
+        write_json(folder / "error.json", {"error": f"base {spec.name}: {error}"})
+        return 1
+    (folder / "error.json").unlink(missing_ok=True)
+    return 0
+
+
+def _make(store: Store, spec: BaseSpec, *, folder: Path, fingerprint: str) -> None:
+    problems = tuple(problem for name in spec.datasets for problem in _warmup_problems(store, name))
+    tasks = sorted({problem.task for problem in problems})
+    if len(tasks) != 1:
+        raise SpecError(f"base {spec.name}: got tasks {tasks}, expected one. Warm up on data sets of one task.")
+    shares = Shares(plain=spec.warmup.plain_share, demonstration=spec.warmup.demonstration_share)
+
+    def examples(purpose: str) -> Iterator[WarmupExample]:
+        generator = random_streams.stream(spec.warmup.seed, random_streams.WARMUP, purpose)
+        return warmup_examples(tasks[0], problems, shares=shares, rng=generator)
+
+    aside = folder / "model.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    _log.info("base %s: warm-up of %d steps on %d problems", spec.name, spec.warmup.steps, len(problems))
+    outcome = warm_up(spec, examples=examples, folder=aside, threads=_threads())
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    aside.rename(folder / "model")
+    write_json(
+        folder / "base.json",
+        {
+            "fingerprint": fingerprint,
+            "weights_digest": outcome.weights_sha256,
+            "parameters": outcome.parameters,
+            "vocab_size": outcome.vocab_size,
+            "seconds": outcome.seconds,
+            "losses": [round(loss, 6) for loss in outcome.losses],
+        },
+    )
+
+
+def _warmup_problems(store: Store, dataset: str) -> tuple[Problem, ...]:
+    """The split set apart for the warm-up, or the training rows where there is none."""
+    has_own = (store.data / dataset / "warmup.jsonl").exists()
+    return split(store, dataset, "warmup" if has_own else "train")
+
+
+def _probe(store: Store, spec: ProbeSpec, *, folder: Path) -> None:
+    record = folder / f"probe-{spec.dataset}.json"
+    declared = spec.model_dump(mode="json")
+    if record.exists() and read_json(record)["probe"] == declared:
+        return
+    text = ChatTokenizer.load(folder / "model")
+    dev = split(store, spec.dataset, "dev")
+    task = warmup(dev[0].task)
+    outcome = probe(
+        spec,
+        dev=dev,
+        test=split(store, spec.dataset, "test"),
+        engine=engine_of_folder(folder / "model", text=text, max_tokens=_PROBE_TOKENS, threads=_threads()),
+        text=text,
+        grade=grade_at(spec.feedback_level),
+        right=task.right,
+        wrong=lambda problem, key: task.wrong(problem, np.random.Generator(np.random.Philox(key=key))),
+    )
+    write_json(record, {"probe": declared, **asdict(outcome)})
+    _log.info(
+        "base on %s: dev accuracy %.3f plain, %.3f with a demonstration",
+        spec.dataset,
+        outcome.dev_accuracy,
+        outcome.demonstration_accuracy,
+    )
+
+
+def _threads() -> int:
+    """One, unless the job was given more: results must not depend on how busy the machine is."""
+    return int(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
