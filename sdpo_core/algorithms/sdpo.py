@@ -210,6 +210,10 @@ def _teacher_tables(
 ) -> tuple[np.ndarray, ...]:
     """The teacher's tables, checked row by row: a payload of another shape or with NaN is an error, never a zero."""
     tables = _present(teacher).tables([c.teacher_row for c in candidates], [s.support_ids for s in scores])
+    if len(tables) != len(candidates):
+        raise DataError(
+            f"sdpo: got {len(tables)} tables for {len(candidates)} rows, expected one a row. Look at the teacher's log."
+        )
     for candidate, score, table in zip(candidates, scores, tables, strict=True):
         tokens, k = score.support_ids.shape
         if tokens != len(candidate.student_row.response_ids) or table.shape != (tokens, k + 1):

@@ -152,7 +152,7 @@ class HfPolicy:
     def _backward(self, rows: Sequence[TrainRow], objective: Objective) -> tuple[float, Mapping[str, float]]:
         logits = response_logits(self.model, [row.row for row in rows])
         batch = self._token_batch(rows, logits)
-        weights = torch.tensor([row.weight for row in rows for _ in row.row.response_ids], dtype=torch.float64).to(logits)
+        weights = logits.new_tensor([row.weight for row in rows for _ in row.row.response_ids])
         losses = objective.token_losses(batch)
         total = (weights * losses.loss).sum()
         total.backward()  # type: ignore[no-untyped-call]

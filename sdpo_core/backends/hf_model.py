@@ -49,8 +49,8 @@ class HfModel:
         self.weights_version = 0
         if valid_vocab > len(self.head):
             raise DataError(
-                f"HfModel: got a tokenizer of {valid_vocab} ids and a head of {len(self.head)} rows in {folder}, expected "
-                "a row for each id. Tokenizer and weights are not of one model."
+                f"HfModel: got a tokenizer of {valid_vocab} ids and a head of {len(self.head)} rows in {folder}, "
+                "expected a row for each id. Tokenizer and weights are not of one model."
             )
         self._valid_vocab = valid_vocab
         self._max_positions = int(self.model.config.max_position_embeddings)
@@ -75,10 +75,13 @@ class HfModel:
             mask[index, width - len(prompt) :] = True
         ids, mask = ids.to(self.device), mask.to(self.device)
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        run = DynamicCache(config=self.model.config)
-        self.model.model(
-            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1], cache=run, use_cache=True
-        )
+        run = self.model.model(
+            input_ids=ids[:, :-1],
+            attention_mask=mask[:, :-1],
+            position_ids=positions[:, :-1],
+            cache=DynamicCache(config=self.model.config),
+            use_cache=True,
+        ).cache
         counts = torch.bincount(torch.tensor(owners), minlength=len(prompts)).tolist()
         cache = DynamicCache(config=self.model.config)
         for index, layer in enumerate(run.layers):

@@ -1,0 +1,1 @@
+"""Algorithms against dense oracles."""

@@ -1,0 +1,1 @@
+"""Backends against full forwards and hand-made gradients."""

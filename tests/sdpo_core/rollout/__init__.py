@@ -1,0 +1,1 @@
+"""Rollout engines against inverse-transform oracles."""

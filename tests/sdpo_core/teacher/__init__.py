@@ -1,0 +1,1 @@
+"""Teacher context, prompt and schedule."""
