@@ -1,7 +1,8 @@
 """From an experiment and a selection to the cells of the matrix, their bases and their fingerprints."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from data_prep.manifest import Manifest
 from data_prep.table import DATASETS
@@ -11,8 +12,10 @@ from reports.rows import PlannedCell
 from sdpo_core.errors import SpecError
 from sdpo_core.fingerprint import base_fingerprint, cell_fingerprint
 from sdpo_core.journal import Store, read_json
-from sdpo_core.probe import ProbeSpec
 from sdpo_core.specs import BaseSpec, CellSpec, ExperimentSpec, ProfileSpec
+
+if TYPE_CHECKING:
+    from sdpo_core.probe import ProbeSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,29 +35,39 @@ class PlannedBase:
     fingerprint: str
     spec: BaseSpec
     data_digests: Mapping[str, str]
-    probes: tuple[ProbeSpec, ...]
+    probes: "tuple[ProbeSpec, ...]"
 
 
 def select(experiment: ExperimentSpec, selection: Selection) -> ExperimentSpec:
     """The experiment narrowed to `selection`.
 
+    A selected data set that the experiment does not declare passes here; `cells_of` refuses it, once it is known
+    whether it has training rows at all.
+
     Raises:
-        SpecError: every name that is unknown, or not part of the experiment, in one message.
+        SpecError: every name that is unknown, given twice, or not part of the experiment, in one message.
     """
     faults = [
-        *_faults("data set", selection.datasets or experiment.datasets, known=DATASETS, declared=None),
-        *_faults("arm", selection.arms or experiment.arms, known=ARMS, declared=experiment.arms),
-        *_faults("seed", selection.seeds or experiment.seeds, known=None, declared=experiment.seeds),
-        *_faults("profile", (selection.profile or experiment.profile,), known=PROFILES, declared=None),
+        *_faults("data set", experiment.datasets, known=DATASETS),
+        *_faults("data set", selection.datasets or (), known=DATASETS),
+        *_faults("arm", experiment.arms, known=ARMS),
+        *_faults("arm", selection.arms or (), known=ARMS, declared=experiment.arms),
+        *_faults("seed", experiment.seeds),
+        *_faults("seed", selection.seeds or (), declared=experiment.seeds),
+        *_faults("profile", (experiment.profile,), known=PROFILES),
+        *_faults("profile", () if selection.profile is None else (selection.profile,), known=PROFILES),
     ]
+    named = {"data set": experiment.datasets, "arm": experiment.arms, "seed": experiment.seeds}
+    faults += [f"got no {kind}, expected at least one" for kind, names in named.items() if not names]
     if faults:
-        raise SpecError(f"{experiment.name}: {'; '.join(faults)}. Correct the selection or the declaration.")
+        listed = "; ".join(dict.fromkeys(faults))
+        raise SpecError(f"{experiment.name}: {listed}. Correct the selection or the declaration.")
     return experiment.model_copy(
         update={
             "datasets": selection.datasets or experiment.datasets,
             "arms": selection.arms or experiment.arms,
             "seeds": selection.seeds or experiment.seeds,
-            "profile": selection.profile or experiment.profile,
+            "profile": experiment.profile if selection.profile is None else selection.profile,
         }
     )
 
@@ -74,7 +87,7 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
         SpecError: a data set that `declared` does not name, or whose task the profile has no numbers for.
     """
     profile = PROFILES[selected.profile]
-    faults = list(_faults("data set", selected.datasets, known=DATASETS, declared=declared.datasets))
+    faults = list(_faults("data set", selected.datasets, declared=declared.datasets))
     faults += [
         f"got data set {name!r} of task {DATASETS[name].task!r}, expected a task of profile {profile.name!r} "
         f"({', '.join(profile.tasks)})"
@@ -93,6 +106,9 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
 
 def plan_bases(cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest]) -> tuple[PlannedBase, ...]:
     """The distinct bases of `cells`, each with a probe for every data set its cells train on."""
+    # Imported where it is needed: it brings torch with it, and `sdpo plan` needs none.
+    from sdpo_core.probe import ProbeSpec
+
     bases: dict[str, PlannedBase] = {}
     for cell in cells:
         digests = {name: manifests[name].digest for name in cell.base.datasets}
@@ -161,9 +177,15 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
 
 
 def _faults(
-    kind: str, names: Iterable[str | int], *, known: Collection[object] | None, declared: Collection[object] | None
-) -> Iterable[str]:
-    for name in names:
+    kind: str,
+    names: Sequence[str | int],
+    *,
+    known: Collection[object] | None = None,
+    declared: Collection[object] | None = None,
+) -> Iterator[str]:
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"got {kind} {name!r} {names.count(name)} times, expected it once"
         if known is not None and name not in known:
             yield f"got {kind} {name!r}, expected one of {', '.join(map(str, known))}"
         elif declared is not None and name not in declared:
