@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -95,11 +96,18 @@ def plan(
 ) -> None:
     """List the cells with their states and estimated cost."""
     matrix = load_matrix(experiment, _selection(datasets, arms, seeds, profile), home=home_folder())
-    rows = []
-    for cell in matrix.planned():
-        status = matrix.status(cell)
-        seconds = "" if status.state == "done" else _estimate(matrix, dataset=cell.spec.dataset, arm=cell.spec.arm)
-        rows.append((cell.spec.label, status.state, cell.fingerprint or "n/a", seconds, status.note))
+    statuses = [(cell, matrix.status(cell)) for cell in matrix.planned()]
+    seconds = _median_seconds(matrix)
+    rows = [
+        (
+            cell.spec.label,
+            status.state,
+            cell.fingerprint or "n/a",
+            "" if status.state == "done" else seconds.get((cell.spec.dataset, cell.spec.arm), "unknown"),
+            status.note,
+        )
+        for cell, status in statuses
+    ]
     _print_table(("cell", "state", "fingerprint", "estimate", "note"), rows)
 
 
@@ -118,7 +126,7 @@ def run(
     # Before any service is started: what is wrong with the declaration is said within a second or two.
     load_matrix(experiment, selection, home=home)
     with _prefect(home):
-        from flows.sdpo_matrix import sdpo_matrix
+        from flows.sdpo_matrix import REFUSED, sdpo_matrix
 
         state = sdpo_matrix(
             experiment,
@@ -131,7 +139,7 @@ def run(
     message = str(state.message)
     if not state.is_completed():
         typer.echo(f"sdpo: {message}", err=True)
-        raise typer.Exit(1)
+        raise typer.Exit(2 if state.name == REFUSED else 1)
     typer.echo(message)
 
 
@@ -231,7 +239,7 @@ def _selection(
     datasets: list[str] | None, arms: list[str] | None, seeds: list[str] | None, profile: str | None
 ) -> Selection:
     words = _split(seeds)
-    wrong = [word for word in words if not word.lstrip("-").isdigit()]
+    wrong = [word for word in words if not re.fullmatch(r"-?[0-9]+", word)]
     if wrong:
         raise SpecError(f"--seeds: got {', '.join(wrong)}, expected whole numbers. Correct the selection.")
     return Selection(
@@ -246,14 +254,13 @@ def _split(values: list[str] | None) -> tuple[str, ...]:
     return tuple(word.strip() for value in values or () for word in value.split(",") if word.strip())
 
 
-def _estimate(matrix: Matrix, *, dataset: str, arm: str) -> str:
-    """Median seconds of finished cells of the same data set, arm and profile."""
-    seconds = [
-        row.ended - row.started
-        for row in load_cells(matrix.store, matrix.page_cells())
-        if row.state == "done" and (row.dataset, row.arm) == (dataset, arm) and row.ended and row.started
-    ]
-    return f"{statistics.median(seconds):.0f} s" if seconds else "unknown"
+def _median_seconds(matrix: Matrix) -> dict[tuple[str, str], str]:
+    """What a cell of a data set and an arm costs, from the finished ones of this experiment and profile."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for row in load_cells(matrix.store, matrix.page_cells()):
+        if isinstance(row.seconds, float):
+            seconds.setdefault((row.dataset, row.arm), []).append(row.seconds)
+    return {key: f"{statistics.median(values):.0f} s" for key, values in seconds.items()}
 
 
 def _journals(cell: str) -> list[Journal]:

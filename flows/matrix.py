@@ -17,16 +17,20 @@ from experiments.matrix import (
 )
 from experiments.profiles import PROFILES
 from experiments.table import experiment
-from reports.rows import DatasetFacts, PlannedCell
-from sdpo_core.journal import CellStatus, Store, write_json
+from reports.rows import DatasetFacts, PlannedCell, cell_status
+from sdpo_core.journal import CellStatus, Store, read_json, write_json
 from sdpo_core.specs import CellSpec, ExperimentSpec, ProfileSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """`declared` is the experiment as written (with the profile in force), `cells` what is selected of it."""
+    """`declared` is the experiment as written (with the profile in force), `cells` what is selected of it.
+
+    `declared_cells`: every declared cell. A page shows the whole experiment, with what is missing as missing.
+    """
 
     declared: ExperimentSpec
+    declared_cells: tuple[CellSpec, ...]
     cells: tuple[CellSpec, ...]
     manifests: Mapping[str, Manifest]
     store: Store
@@ -39,14 +43,17 @@ class Matrix:
         """The bases of the selected cells."""
         return plan_bases(self.cells, manifests=self.manifests)
 
+    def bases_to_make(self) -> tuple[PlannedBase, ...]:
+        """The bases whose weights, or one of whose probes, are not in the store."""
+        return tuple(base for base in self.bases() if not self._is_made(base))
+
     def planned(self) -> tuple[PlannedCell, ...]:
         """The selected cells with their fingerprints, as far as their bases exist."""
         return plan_cells(self.cells, manifests=self.manifests, store=self.store)
 
     def page_cells(self) -> tuple[PlannedCell, ...]:
-        """Every declared cell: a page shows the whole experiment, with what is missing as missing."""
-        everything = cells_of(self.declared, declared=self.declared)
-        return plan_cells(everything, manifests=self.manifests, store=self.store)
+        """The declared cells with their fingerprints, as far as their bases exist."""
+        return plan_cells(self.declared_cells, manifests=self.manifests, store=self.store)
 
     def facts(self) -> tuple[DatasetFacts, ...]:
         """What the page says of each declared data set."""
@@ -54,9 +61,7 @@ class Matrix:
 
     def status(self, planned: PlannedCell) -> CellStatus:
         """State of a cell."""
-        if planned.base_digest is None or planned.data_digest is None:
-            return CellStatus(state="missing", note="its base model is not built yet")
-        return self.store.status(planned.spec, data_digest=planned.data_digest, base_digest=planned.base_digest)
+        return cell_status(self.store, planned)
 
     def folder(self, root: Path, *, profile_is_declared: bool) -> Path:
         """Where the page goes: under another name when the profile is not the declared one."""
@@ -85,6 +90,13 @@ class Matrix:
                     base_fingerprint=cell.base_fingerprint,
                 )
 
+    def _is_made(self, base: PlannedBase) -> bool:
+        folder = self.store.bases / base.fingerprint
+        probes = {folder / f"probe-{probe.dataset}.json": probe.model_dump(mode="json") for probe in base.probes}
+        return (folder / "base.json").exists() and all(
+            path.exists() and read_json(path).get("probe") == declared for path, declared in probes.items()
+        )
+
 
 def select_from(name: str, selection: Selection) -> tuple[ExperimentSpec, ExperimentSpec]:
     """The experiment as declared (with the profile in force), and as selected."""
@@ -108,8 +120,14 @@ def matrix_of(
     """
     for name in selected.datasets:
         require_train(manifests[name])
-    cells = cells_of(selected, declared=declared)
-    return Matrix(declared=declared, cells=cells, manifests=manifests, store=Store(home))
+    return Matrix(
+        declared=declared,
+        # The whole declaration, also where less is selected: the page at the end needs all of it.
+        declared_cells=cells_of(declared, declared=declared),
+        cells=cells_of(selected, declared=declared),
+        manifests=manifests,
+        store=Store(home),
+    )
 
 
 def load_matrix(name: str, selection: Selection, *, home: Path) -> Matrix:

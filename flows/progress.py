@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from flows.matrix import Matrix
-from sdpo_core.journal import CellState
-from sdpo_core.metrics import METRICS
+from sdpo_core.errors import DataError
+from sdpo_core.journal import CellState, read_json
 
 _log = logging.getLogger(__name__)
 _SUMMARY_SECONDS = 15.0
@@ -42,7 +42,11 @@ class Progress:
         return f"{done}/{len(self._matrix.cells)} done"
 
     def _where(self, fingerprint: str, *, steps: int) -> str:
-        records = self._matrix.store.journal(fingerprint).read_metrics()
+        try:
+            records = self._matrix.store.journal(fingerprint).read_metrics()
+        except DataError as error:
+            # One unreadable journal is no reason to end the others' run; the cell's own driver fails on it.
+            return f"({error})"
         last = max((record.step for record in records), default=0)
         dev = [record.metrics["eval/accuracy"] for record in records if record.moment == "evaluate"]
         return f"step {last}/{steps}" + (f" dev {dev[-1]:.3f}" if dev and dev[-1] is not None else "")
@@ -52,7 +56,5 @@ class Progress:
         status = journal.status()
         if status.state == "failed":
             return f": {status.note}"
-        name = "test/accuracy"
-        assert name in METRICS
-        values = [record.metrics[name] for record in journal.read_metrics() if record.moment == "end"]
-        return f": test accuracy {values[-1]:.3f}" if values and values[-1] is not None else ""
+        accuracy = read_json(journal.result_path)["metrics"]["test/accuracy"]
+        return f": test accuracy {accuracy:.3f}"

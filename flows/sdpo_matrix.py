@@ -21,6 +21,7 @@ from flows.matrix import Matrix, datasets_of, matrix_of, select_from
 from flows.progress import Progress
 from flows.services import RayHead, mlflow_uri, ray_head
 from sdpo_core.errors import CellError, DataError, SpecError
+from sdpo_core.journal import CellStatus
 from tasks.base_model import base_model
 from tasks.collect import collect, send_cells
 from tasks.prepare import prepare
@@ -38,6 +39,8 @@ DatasetName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(DATA
 ArmName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(ARMS)})]
 ProfileName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(PROFILES)})]
 
+# Name of the final state when nothing could be started; the command line ends with another exit code then.
+REFUSED = "Refused"
 _WATCHERS = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=256))
 _TICK_SECONDS = 1.0
 _SEND_SECONDS = 20.0
@@ -77,9 +80,11 @@ def sdpo_matrix(
         matrix = matrix_of(declared, selected, manifests=manifests, home=home)
         with ray_head(home) as ray:
             _train_missing(matrix, ray=ray, home=home)
-    except (SpecError, CellError, DataError) as error:
+        return _conclude(matrix, home=home, profile_is_declared=selection.profile is None)
+    except SpecError as error:
+        return Failed(name=REFUSED, message=str(error))
+    except (CellError, DataError) as error:
         return Failed(message=str(error))
-    return _conclude(matrix, home=home, profile_is_declared=selection.profile is None)
 
 
 def _train_missing(matrix: Matrix, *, ray: RayHead, home: Path) -> None:
@@ -99,24 +104,28 @@ def _train_missing(matrix: Matrix, *, ray: RayHead, home: Path) -> None:
 
 
 def _make_bases(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
+    """Make what is not there. A base that fails leaves its cells failed and the others as they are."""
     matrix.write_specs()
+    bases = matrix.bases_to_make()
+    if not bases:
+        return
     threads = matrix.profile.threads_per_worker
     futures = [
         base_model.submit(base.spec.name, fingerprint=base.fingerprint, home=home, jobs=jobs, threads=threads)
-        for base in matrix.bases()
+        for base in bases
     ]
-    _log.info("base models: %s", ", ".join(base.spec.name for base in matrix.bases()))
+    _log.info("base models: %s", ", ".join(base.spec.name for base in bases))
     # Polled in the main thread, where a cancellation arrives.
     while not all(future.state.is_final() for future in futures):
         time.sleep(_TICK_SECONDS)
-    failed = [str(future.state.message) for future in futures if not future.state.is_completed()]
-    if failed:
-        raise CellError("; ".join(failed))
+    for future in futures:
+        if not future.state.is_completed():
+            _log.error("%s", future.state.message)
 
 
 def _train_cells(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
     matrix.write_specs()
-    cells = [cell for cell in matrix.planned() if matrix.status(cell).state != "done"]
+    cells = [cell for cell in matrix.planned() if cell.fingerprint is not None and matrix.status(cell).state != "done"]
     profile = matrix.profile
     futures = [
         train.submit(
@@ -158,10 +167,15 @@ def _conclude(matrix: Matrix, *, home: Path, profile_is_declared: bool) -> State
         tracking_uri=uri,
     )
     open_cells = [
-        f"{cell.spec.label} {status.state}: {status.note}"
-        for cell in planned
-        if (status := matrix.status(cell)).state != "done"
+        _why_open(cell.spec.label, status) for cell in planned if (status := matrix.status(cell)).state != "done"
     ]
     if open_cells:
-        return Failed(message=f"{len(open_cells)} of {len(planned)} cells are not done. " + " | ".join(open_cells))
+        reasons = " | ".join(open_cells)
+        return Failed(message=f"{len(open_cells)} of {len(planned)} cells are not done: {reasons} Page: {page}")
     return Completed(message=f"{len(planned)} cells done; {page}", data=str(page))
+
+
+def _why_open(label: str, status: CellStatus) -> str:
+    # A failure's note opens with the label already.
+    note = status.note.removeprefix(f"{label}: ")
+    return f"{label} {status.state}: {note}" if note else f"{label} {status.state}."

@@ -7,7 +7,7 @@ from typing import Any
 
 from reports.statistics import Value
 from sdpo_core.errors import DataError
-from sdpo_core.journal import CellState, MetricRecord, Store, read_json
+from sdpo_core.journal import CellState, CellStatus, MetricRecord, Store, read_json
 from sdpo_core.metrics import METRICS, Trait
 from sdpo_core.specs import CellSpec, TeacherSpec
 
@@ -126,6 +126,17 @@ def teacher_text(spec: CellSpec) -> str | None:
     return teacher.schedule if teacher.rate is None else f"{teacher.schedule.upper()} {teacher.rate:g}"
 
 
+def cell_status(store: Store, planned: PlannedCell) -> CellStatus:
+    """State of a planned cell; one whose base could not be made has failed with it."""
+    if planned.data_digest is not None and planned.base_digest is not None:
+        return store.status(planned.spec, data_digest=planned.data_digest, base_digest=planned.base_digest)
+    if planned.base_fingerprint is not None:
+        error = store.bases / planned.base_fingerprint / "error.json"
+        if error.exists():
+            return CellStatus(state="failed", note=str(read_json(error)["error"]))
+    return CellStatus(state="missing", note="its base model is not made yet")
+
+
 def load_cells(store: Store, planned: Sequence[PlannedCell]) -> tuple[CellRow, ...]:
     """Read every planned cell, in order; what is not there becomes a row that says why."""
     return tuple(_load_cell(store, cell) for cell in planned)
@@ -139,9 +150,9 @@ def load_bases(store: Store, planned: Sequence[PlannedCell]) -> tuple[BaseRow, .
 
 
 def _load_cell(store: Store, planned: PlannedCell) -> CellRow:
-    if planned.fingerprint is None or planned.data_digest is None or planned.base_digest is None:
-        return _row(planned, state="missing", note="its base model is not made yet")
-    status = store.status(planned.spec, data_digest=planned.data_digest, base_digest=planned.base_digest)
+    status = cell_status(store, planned)
+    if planned.fingerprint is None:
+        return _row(planned, state=status.state, note=status.note)
     journal = store.journal(planned.fingerprint)
     if status.state != "done":
         return _row(planned, state=status.state, note=status.note, curves=journal.read_metrics())

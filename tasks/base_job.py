@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +46,8 @@ def main(arguments: list[str]) -> int:
     folder = store.bases / options.fingerprint
     declared = read_json(folder / "spec.json")
     spec = BaseSpec.model_validate(declared["spec"])
+    error_path = folder / "error.json"
+    error_path.unlink(missing_ok=True)
     try:
         # Two matrices may want the same base: the second waits here and finds it made.
         with (folder / "lock").open("w") as lock:
@@ -54,11 +57,18 @@ def main(arguments: list[str]) -> int:
             for declared_probe in declared["probes"]:
                 _probe(store, ProbeSpec.model_validate(declared_probe), folder=folder)
     except (CellError, DataError, SpecError) as error:
-        _log.error("base %s: %s", spec.name, error)
-        write_json(folder / "error.json", {"error": f"base {spec.name}: {error}"})
+        _fail(error_path, f"base {spec.name}: {error}")
         return 1
-    (folder / "error.json").unlink(missing_ok=True)
+    except Exception as error:
+        why = (str(error).splitlines() or ["no message"])[0]
+        _fail(error_path, f"base {spec.name}: got {type(error).__name__}: {why}.")
+        raise
     return 0
+
+
+def _fail(path: Path, line: str) -> None:
+    _log.error("%s", line)
+    write_json(path, {"error": line, "time": time.time()})
 
 
 def _make(store: Store, spec: BaseSpec, *, folder: Path, fingerprint: str) -> None:

@@ -6,6 +6,7 @@ from prefect import State, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed
 
+from sdpo_core.errors import CellError
 from sdpo_core.journal import Store, read_json
 from tasks.follow import follow, job_command, job_environment
 from tasks.ray_jobs import RayJobs
@@ -15,16 +16,19 @@ from tasks.ray_jobs import RayJobs
 def base_model(name: str, *, fingerprint: str, home: Path, jobs: RayJobs, threads: int) -> State[None]:
     """Make the base whose `spec.json` is in the store, if it is not there, and its missing probes."""
     folder = Store(home).bases / fingerprint
-    record = follow(
-        jobs,
-        key=f"base-{fingerprint}",
-        command=job_command("tasks.base_job", home=home, fingerprint=fingerprint),
-        env=job_environment(threads),
-        cpus=threads,
-        log=folder / "log.txt",
-    )
+    try:
+        record = follow(
+            jobs,
+            key=f"base-{fingerprint}",
+            command=job_command("tasks.base_job", home=home, fingerprint=fingerprint),
+            env=job_environment(threads),
+            cpus=threads,
+            log=folder / "log.txt",
+        )
+    except CellError as error:
+        return Failed(message=f"base {name}: {error}")
     if record.state == "succeeded":
         return Completed(message=f"base {name} is there")
-    error = folder / "error.json"
-    why = str(read_json(error)["error"]) if error.exists() else f"job {record.state}: {record.message}"
+    told = folder / "error.json"
+    why = str(read_json(told)["error"]) if told.exists() else f"base {name}: job {record.state}: {record.message}"
     return Failed(message=f"{why} Log: {folder / 'log.txt'}")

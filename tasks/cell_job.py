@@ -18,6 +18,7 @@ from sdpo_core.actors.ray_workers import connect, ray_workers
 from sdpo_core.cell import Cell, Workers, require_splits
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Journal, Store, read_json, write_json
+from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
 from tasks.cell_data import cell_data, environment, grade_at
 
@@ -54,12 +55,16 @@ def _train(store: Store, journal: Journal, *, fingerprint: str, gpus: int) -> in
     if journal.result_path.exists():
         return 0
     journal.error_path.unlink(missing_ok=True)
+    label = f"cell {fingerprint}"
     try:
-        _run(store, journal, fingerprint=fingerprint, gpus=gpus)
+        spec = journal.read_spec()
+        label = spec.label
+        _run(store, journal, spec=spec, fingerprint=fingerprint, gpus=gpus)
     except (CellError, DataError, SpecError) as error:
-        _fail(journal, str(error))
+        _fail(journal, str(error), label=label)
     except Exception as error:
-        _fail(journal, f"got {type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}.")
+        why = (str(error).splitlines() or ["no message"])[0]
+        _fail(journal, f"got {type(error).__name__}: {why}.", label=label)
         _log.exception("unexpected failure")
         raise
     else:
@@ -67,10 +72,9 @@ def _train(store: Store, journal: Journal, *, fingerprint: str, gpus: int) -> in
     return 1
 
 
-def _run(store: Store, journal: Journal, *, fingerprint: str, gpus: int) -> None:
-    spec = journal.read_spec()
+def _run(store: Store, journal: Journal, *, spec: CellSpec, fingerprint: str, gpus: int) -> None:
     data = cell_data(store, spec.dataset)
-    require_splits(data, label=spec.label)
+    require_splits(data)
     folder = store.bases / str(read_json(journal.spec_path)["base_fingerprint"]) / "model"
     text = ChatTokenizer.load(folder)
     connect()
@@ -95,9 +99,9 @@ def _exit(signal_number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     raise SystemExit(128 + signal_number)
 
 
-def _fail(journal: Journal, message: str) -> None:
-    label = journal.read_spec().label
-    line = f"{label}: {message} Log: {journal.folder / 'log.txt'}"
+def _fail(journal: Journal, message: str, *, label: str) -> None:
+    # What comes from the cell itself opens with its label already.
+    line = f"{label}: {message.removeprefix(f'{label}: ')} Log: {journal.folder / 'log.txt'}"
     _log.error("%s", line)
     write_json(journal.error_path, {"error": line, "time": time.time()})
 

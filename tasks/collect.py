@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from sdpo_core.errors import DataError
 from sdpo_core.journal import Store
 from tasks.tracking import TrackingError, project_cell, project_matrix
 
@@ -25,6 +26,9 @@ def send_cells(fingerprints: Sequence[str], *, home: Path, tracking_uri: str, ex
         except TrackingError as error:
             _log.warning("tracking: %s", error)
             return False
+        except DataError as error:
+            # A damaged journal concerns its own cell, whose row on the page says so; the others are sent.
+            _log.warning("tracking: %s", error)
     return True
 
 

@@ -6,6 +6,7 @@ from prefect import State, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed
 
+from sdpo_core.errors import CellError
 from sdpo_core.journal import Store, read_json
 from tasks.follow import follow, job_command, job_environment
 from tasks.ray_jobs import RayJobs
@@ -19,14 +20,17 @@ def train(
     journal = Store(home).journal(fingerprint)
     if journal.result_path.exists():
         return Completed(message=f"{label} was done before")
-    record = follow(
-        jobs,
-        key=f"cell-{fingerprint}",
-        command=(*job_command("tasks.cell_job", home=home, fingerprint=fingerprint), "--gpus", str(gpus)),
-        env=job_environment(threads),
-        cpus=cpus,
-        log=journal.folder / "job.txt",
-    )
+    try:
+        record = follow(
+            jobs,
+            key=f"cell-{fingerprint}",
+            command=(*job_command("tasks.cell_job", home=home, fingerprint=fingerprint), "--gpus", str(gpus)),
+            env=job_environment(threads),
+            cpus=cpus,
+            log=journal.folder / "job.txt",
+        )
+    except CellError as error:
+        return Failed(message=f"{label}: {error}")
     if journal.result_path.exists():
         return Completed(message=f"{label} is done")
     if journal.error_path.exists():
