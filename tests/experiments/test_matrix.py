@@ -136,11 +136,11 @@ def _plan(tmp_path: Path, cell: CellSpec, *, digest: str = "d", weights: str | N
 @pytest.mark.parametrize(
     ("change", "changes_base"),
     [
-        (lambda cell: {"seed": 43}, False),
+        (lambda _: {"seed": 43}, False),
         (lambda cell: {"optimizer": cell.optimizer.model_copy(update={"learning_rate": 2e-4})}, False),
         (lambda cell: {"training": cell.training.model_copy(update={"steps": 5})}, False),
         (lambda cell: {"evaluation": cell.evaluation.model_copy(update={"dev_problems": 7})}, False),
-        (lambda cell: {"threads_per_worker": 2}, False),
+        (lambda _: {"threads_per_worker": 2}, False),
         (
             lambda cell: {
                 "base": cell.base.model_copy(update={"warmup": cell.base.warmup.model_copy(update={"seed": 8})})
