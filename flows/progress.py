@@ -13,48 +13,47 @@ _SUMMARY_SECONDS = 15.0
 
 
 class Progress:
-    """Looks at the journals; `tick` is called as often as the caller likes."""
+    """Looks at the journals; `tick` is called as often as the caller likes. Every base must exist."""
 
     def __init__(self, matrix: Matrix, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._matrix = matrix
+        self._cells = [(cell.spec, matrix.store.journal(str(cell.fingerprint))) for cell in matrix.planned()]
         self._clock = clock
-        self._states: dict[str, CellState] = {}
+        self._states: dict[str, CellState] = {spec.label: journal.status().state for spec, journal in self._cells}
         self._next_summary = clock() + _SUMMARY_SECONDS
 
     def tick(self) -> None:
         """Log what changed since the last call."""
-        running = []
-        for cell in self._matrix.planned():
-            label = cell.spec.label
-            status = self._matrix.status(cell)
-            if status.state == "running" and cell.fingerprint is not None:
-                running.append(f"{label} {self._where(cell.fingerprint, steps=cell.spec.training.steps)}")
-            if self._states.get(label) != status.state:
-                self._states[label] = status.state
-                if status.state in ("done", "failed") and cell.fingerprint is not None:
-                    _log.info("[%s] %s %s%s", self._count(), label, status.state, self._outcome(cell.fingerprint))
+        for spec, journal in self._cells:
+            before = self._states[spec.label]
+            if before == "done":
+                continue
+            state = self._states[spec.label] = journal.status().state
+            if state != before and state in ("done", "failed"):
+                _log.info("[%s] %s %s%s", self._count(), spec.label, state, _outcome(journal))
         if self._clock() >= self._next_summary:
             self._next_summary = self._clock() + _SUMMARY_SECONDS
+            running = [
+                f"{spec.label} {_where(journal, steps=spec.training.steps)}"
+                for spec, journal in self._cells
+                if self._states[spec.label] == "running"
+            ]
             _log.info("[%s] running: %s", self._count(), "; ".join(running) or "nothing yet")
 
     def _count(self) -> str:
-        done = sum(state == "done" for state in self._states.values())
-        return f"{done}/{len(self._matrix.cells)} done"
+        return f"{sum(state == 'done' for state in self._states.values())}/{len(self._cells)} done"
 
-    def _where(self, fingerprint: str, *, steps: int) -> str:
-        try:
-            records = self._matrix.store.journal(fingerprint).read_metrics()
-        except DataError as error:
-            # One unreadable journal is no reason to end the others' run; the cell's own driver fails on it.
-            return f"({error})"
-        last = max((record.step for record in records), default=0)
-        dev = [record.metrics["eval/accuracy"] for record in records if record.moment == "evaluate"]
-        return f"step {last}/{steps}" + (f" dev {dev[-1]:.3f}" if dev and dev[-1] is not None else "")
 
-    def _outcome(self, fingerprint: str) -> str:
-        journal = self._matrix.store.journal(fingerprint)
-        status = journal.status()
-        if status.state == "failed":
-            return f": {status.note}"
-        accuracy = read_json(journal.result_path)["metrics"]["test/accuracy"]
-        return f": test accuracy {accuracy:.3f}"
+def _where(journal: Journal, *, steps: int) -> str:
+    records = journal.read_metrics()
+    last = max((record.step for record in records), default=0)
+    dev = [record.metrics["eval/accuracy"] for record in records if record.moment == "evaluate"]
+    return f"step {last}/{steps}" + (f" dev {dev[-1]:.3f}" if dev and dev[-1] is not None else "")
+
+
+def _outcome(journal: Journal) -> str:
+    status = journal.status()
+    if status.state == "failed":
+        return f": {status.note}"
+    values = [record.metrics["test/accuracy"] for record in journal.read_metrics() if record.moment == "end"]
+    return f": test accuracy {values[-1]:.3f}" if values and values[-1] is not None else ""

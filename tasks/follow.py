@@ -8,6 +8,8 @@ from tasks.ray_jobs import JobRecord, RayJobs
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FOR_EVER = float("inf")
+# Every cell of a matrix is watched at once; Ray starts the next job by itself, so nothing waits for this.
+_POLL_SECONDS = 2.0
 
 
 def job_command(module: str, *, home: Path, fingerprint: str) -> tuple[str, ...]:
@@ -25,7 +27,7 @@ def follow(
 ) -> JobRecord:
     """Submit or attach, and wait for the end; a failed job's output is kept at `log`, since Ray's own goes with it."""
     handle = jobs.submit_or_attach(key, entrypoint=command, folder=_ROOT, env=env, cpus=cpus)
-    record = jobs.wait(handle, seconds=_FOR_EVER)
+    record = jobs.wait(handle, seconds=_FOR_EVER, poll_seconds=_POLL_SECONDS)
     if record.state == "failed":
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(jobs.logs(handle), encoding="utf-8")
