@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from flows.matrix import Matrix
-from sdpo_core.errors import DataError
-from sdpo_core.journal import CellState, read_json
+
+from sdpo_core.journal import CellState, Journal
 
 _log = logging.getLogger(__name__)
 _SUMMARY_SECONDS = 15.0
