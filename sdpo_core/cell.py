@@ -8,7 +8,7 @@ from typing import Any
 from sdpo_core.algorithms.base import Student
 from sdpo_core.algorithms.table import algorithm
 from sdpo_core.checkpoint import DriverState, Savable, checkpoint_folder, load_checkpoint, read_state, save_checkpoint
-from sdpo_core.errors import CellError, DataError, SpecError
+from sdpo_core.errors import CellError, DataError
 from sdpo_core.evaluate import Scores, evaluate
 from sdpo_core.journal import Journal, MetricRecord, write_json
 from sdpo_core.metrics import Moment, check_emitted, summarise
@@ -69,7 +69,6 @@ class Cell:
     ) -> None:
         self._spec = spec
         self._fingerprint = fingerprint
-        require_splits(data, label=spec.label)
         self._journal = journal
         self._data = data
         self._workers = workers
@@ -93,16 +92,12 @@ class Cell:
     def run(self) -> None:
         """Train to the last step from wherever the journal stands, then write `result.json`.
 
-        Raises:
-            SpecError, DataError, CellError: whatever stopped it, with the cell's label in front.
+        Errors do not name the cell: whoever drives it puts its label in front.
         """
-        try:
-            state = self._resume() or self._start()
-            while state.step < self._spec.training.steps:
-                state = self._advance(state)
-            self._finish(state)
-        except (SpecError, DataError, CellError) as error:
-            raise type(error)(f"{self._spec.label}: {error}") from error
+        state = self._resume() or self._start()
+        while state.step < self._spec.training.steps:
+            state = self._advance(state)
+        self._finish(state)
 
     def _resume(self) -> DriverState | None:
         state = load_checkpoint(self._journal, workers=self._workers.savable())
@@ -228,10 +223,10 @@ class Cell:
         self._journal.append_metrics(MetricRecord(step=step, moment=moment, time=self._wall_time(), metrics=metrics))
 
 
-def require_splits(data: CellData, *, label: str) -> None:
+def require_splits(data: CellData) -> None:
     """Raise DataError when a split a cell needs is empty."""
     for name in ("train", "dev", "test"):
         if not getattr(data, name):
             raise DataError(
-                f"{label}: got 0 rows in split {name!r}, expected at least 1. Run `sdpo prepare` and read its table."
+                f"split {name!r}: got 0 rows, expected at least 1. Run `sdpo prepare` and read its table."
             )

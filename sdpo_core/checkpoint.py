@@ -3,7 +3,7 @@
     checkpoints/step-000020/
         student/    model.safetensors, optimizer.safetensors
         teacher/    model.safetensors, for arms with a teacher
-        state.json  DriverState and the SHA-256 of every other file
+        state.json  DriverState, the SHA-256 of every other file, and a digest of both
 
 Each worker writes its part into a folder aside; the driver writes `state.json` and renames, once all have answered. A
 folder without a final name was never a checkpoint. Nothing here is unpickled.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from sdpo_core.errors import CellError, DataError
-from sdpo_core.fingerprint import file_digest
+from sdpo_core.fingerprint import digest, file_digest
 from sdpo_core.journal import Journal, read_json, write_json
 
 _STATE = "state.json"
@@ -62,7 +62,8 @@ def save_checkpoint(journal: Journal, state: DriverState, *, workers: Mapping[st
     for name, worker in workers.items():
         worker.save(aside / name)
     files = {str(path.relative_to(aside)): file_digest(path) for path in sorted(aside.rglob("*")) if path.is_file()}
-    write_json(aside / _STATE, {"state": asdict(state), "sha256": files})
+    content = {"state": asdict(state), "sha256": files}
+    write_json(aside / _STATE, {**content, "digest": digest(content)})
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     for folder in journal.checkpoints.iterdir():
@@ -90,9 +91,12 @@ def read_state(folder: Path) -> DriverState:
     """The driver's state of a checkpoint, after every file's checksum was compared."""
     try:
         content = read_json(folder / _STATE)
-        files, state = content["sha256"], DriverState(**content["state"])
-    except (DataError, KeyError, TypeError, OSError) as error:
+        expected = content.pop("digest")
+    except (DataError, KeyError, OSError) as error:
         raise _damaged(folder / _STATE, why=str(error)) from None
+    if digest(content) != expected:
+        raise _damaged(folder / _STATE, why="another digest")
+    files, state = content["sha256"], DriverState(**content["state"])
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():

@@ -42,6 +42,11 @@ class ChatTokenizer:
     @classmethod
     def load(cls, folder: Path) -> "ChatTokenizer":
         """The tokenizer of a Hugging Face folder; no code of the folder is run."""
+        if not (folder / "tokenizer_config.json").is_file():
+            raise DataError(
+                f"ChatTokenizer.load: got no tokenizer_config.json in {folder}, expected a Hugging Face folder. "
+                "Make the base weights again."
+            )
         return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
 
     def save(self, folder: Path) -> None:

@@ -45,7 +45,7 @@ class Trainer:
         clock: Callable[[], float],
     ) -> None:
         if not problems:
-            raise DataError(f"{spec.label}: got 0 training problems, expected at least 1. Run `sdpo prepare`.")
+            raise DataError("Trainer: got 0 training problems, expected at least 1. Run `sdpo prepare`.")
         self._spec = spec
         self._problems = problems
         self._student = student

@@ -24,6 +24,8 @@ from sdpo_core.teacher.base import HasWeights
 from sdpo_core.teacher.schedule import commit_rate
 from sdpo_core.workers import StudentWorker, TeacherWorker
 
+_OWN_ERRORS = {f"{kind.__module__}.{kind.__name__}": kind for kind in (CellError, DataError, SpecError)}
+
 
 def connect() -> None:
     """Connect to the Ray cluster this job runs on; outside a job, to one of its own."""
@@ -39,8 +41,13 @@ def _get(reference: Any) -> Any:
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:
+        # What killed the worker ends Ray's report; an error of its start is there as text only.
+        reason = str(error).rstrip().splitlines()[-1].strip()
+        name, _, message = reason.partition(": ")
+        if name in _OWN_ERRORS:
+            raise _OWN_ERRORS[name](message) from None
         raise CellError(
-            f"worker: got {type(error).__name__}: {str(error).splitlines()[0]}, expected a living worker. "
+            f"worker: got {type(error).__name__} ({reason}), expected a living worker. "
             "Run the experiment again: the cell resumes from its last checkpoint."
         ) from error
 
@@ -128,14 +135,14 @@ def ray_workers(spec: CellSpec, *, folder: Path, gpus: int) -> Iterator[tuple[Re
     share = gpus / (2 if has_teacher else 1)
     options = {"num_cpus": 0, "num_gpus": min(1.0, share), "runtime_env": {"env_vars": _thread_environment(spec)}}
     device = "cuda" if gpus else "cpu"
-    student: Any = ray.remote(StudentWorker).options(**options).remote(spec, folder=folder, device=device)
-    actors: list[Any] = [student]
+    actors: list[Any] = []
     teacher = None
-    if isinstance(spec.algorithm, SdpoSpec):
-        actors.append(ray.remote(TeacherWorker).options(**options).remote(spec, folder=folder, device=device))
-        teacher = RemoteTeacher(actors[1], follows=commit_rate(spec.algorithm.teacher) is not None)
     try:
-        yield RemoteStudent(student), teacher
+        actors.append(ray.remote(StudentWorker).options(**options).remote(spec, folder=folder, device=device))
+        if isinstance(spec.algorithm, SdpoSpec):
+            actors.append(ray.remote(TeacherWorker).options(**options).remote(spec, folder=folder, device=device))
+            teacher = RemoteTeacher(actors[1], follows=commit_rate(spec.algorithm.teacher) is not None)
+        yield RemoteStudent(actors[0]), teacher
     finally:
         for actor in actors:
             ray.kill(actor)

@@ -1,5 +1,7 @@
 """Text and ids: special tokens in quoted text, round trips, headers, phrases, determinism."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,6 +112,11 @@ def test_bpe_is_learned_the_same_each_time() -> None:
     assert first.vocab_size == 300 + len(PHRASES)
     assert len(first.response_ids(corpus[0])) < len(corpus[0].encode()) / 2
     assert all(first.decode(first.response_ids(sample)) == sample for sample in samples)
+
+
+def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"got no tokenizer_config\.json in"):
+        ChatTokenizer.load(tmp_path)
 
 
 def test_tokenizer_without_chat_template_is_refused(base: Base) -> None:
