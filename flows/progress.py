@@ -5,19 +5,23 @@ import time
 from collections.abc import Callable
 
 from flows.matrix import Matrix
-
-from sdpo_core.journal import CellState, Journal
+from sdpo_core.errors import DataError
+from sdpo_core.journal import CellState, Journal, read_json
 
 _log = logging.getLogger(__name__)
 _SUMMARY_SECONDS = 15.0
 
 
 class Progress:
-    """Looks at the journals; `tick` is called as often as the caller likes. Every base must exist."""
+    """Looks at the journals; `tick` is called as often as the caller likes. Cells without a base have no journal."""
 
     def __init__(self, matrix: Matrix, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._matrix = matrix
-        self._cells = [(cell.spec, matrix.store.journal(str(cell.fingerprint))) for cell in matrix.planned()]
+        self._total = len(matrix.cells)
+        self._cells = [
+            (cell.spec, matrix.store.journal(cell.fingerprint))
+            for cell in matrix.planned()
+            if cell.fingerprint is not None
+        ]
         self._clock = clock
         self._states: dict[str, CellState] = {spec.label: journal.status().state for spec, journal in self._cells}
         self._next_summary = clock() + _SUMMARY_SECONDS
@@ -41,11 +45,15 @@ class Progress:
             _log.info("[%s] running: %s", self._count(), "; ".join(running) or "nothing yet")
 
     def _count(self) -> str:
-        return f"{sum(state == 'done' for state in self._states.values())}/{len(self._cells)} done"
+        return f"{sum(state == 'done' for state in self._states.values())}/{self._total} done"
 
 
 def _where(journal: Journal, *, steps: int) -> str:
-    records = journal.read_metrics()
+    try:
+        records = journal.read_metrics()
+    except DataError as error:
+        # One unreadable journal is no reason to end the others' run; the cell's own driver fails on it.
+        return f"({error})"
     last = max((record.step for record in records), default=0)
     dev = [record.metrics["eval/accuracy"] for record in records if record.moment == "evaluate"]
     return f"step {last}/{steps}" + (f" dev {dev[-1]:.3f}" if dev and dev[-1] is not None else "")
@@ -55,5 +63,5 @@ def _outcome(journal: Journal) -> str:
     status = journal.status()
     if status.state == "failed":
         return f": {status.note}"
-    values = [record.metrics["test/accuracy"] for record in journal.read_metrics() if record.moment == "end"]
-    return f": test accuracy {values[-1]:.3f}" if values and values[-1] is not None else ""
+    accuracy = read_json(journal.result_path)["metrics"]["test/accuracy"]
+    return f": test accuracy {accuracy:.3f}"
