@@ -94,10 +94,23 @@ class Cell:
 
         Errors do not name the cell: whoever drives it puts its label in front.
         """
+        self._check_prompts()
         state = self._resume() or self._start()
         while state.step < self._spec.training.steps:
             state = self._advance(state)
         self._finish(state)
+
+    def _check_prompts(self) -> None:
+        """Raise DataError for a prompt that is too long: before the first step, not when its turn comes."""
+        limit, evaluation = self._spec.training.max_prompt_tokens, self._spec.evaluation
+        dev, test = self._data.dev[: evaluation.dev_problems], self._data.test[: evaluation.test_problems]
+        for problem in (*self._data.train, *dev, *test):
+            size = len(self._text.prompt_ids(problem.prompt))
+            if size > limit:
+                raise DataError(
+                    f"problem {problem.id}: got a prompt of {size} tokens, expected at most {limit}. "
+                    "Raise max_prompt_tokens in the profile."
+                )
 
     def _resume(self) -> DriverState | None:
         state = load_checkpoint(self._journal, workers=self._workers.savable())
@@ -227,6 +240,4 @@ def require_splits(data: CellData) -> None:
     """Raise DataError when a split a cell needs is empty."""
     for name in ("train", "dev", "test"):
         if not getattr(data, name):
-            raise DataError(
-                f"split {name!r}: got 0 rows, expected at least 1. Run `sdpo prepare` and read its table."
-            )
+            raise DataError(f"split {name!r}: got 0 rows, expected at least 1. Run `sdpo prepare` and read its table.")

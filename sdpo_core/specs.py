@@ -193,10 +193,17 @@ class CellSpec(Spec):
         return f"{self.dataset}/{self.arm}/{self.seed}"
 
     @model_validator(mode="after")
-    def _minibatches_fit(self) -> "CellSpec":
-        rollouts = self.training.problems_per_step * self.training.rollouts_per_problem
+    def _numbers_fit_together(self) -> "CellSpec":
+        training, positions = self.training, self.base.shape.max_positions
+        faults = []
+        rollouts = training.problems_per_step * training.rollouts_per_problem
         if self.algorithm.minibatches > rollouts:
-            raise ValueError(f"{self.algorithm.minibatches} mini-batches for {rollouts} rollouts a step")
+            faults.append(f"{self.algorithm.minibatches} mini-batches for {rollouts} rollouts a step")
+        longest = max(training.max_prompt_tokens, training.max_teacher_prompt_tokens) + training.max_response_tokens
+        if longest > positions:
+            faults.append(f"prompts and responses of up to {longest} tokens for {positions} positions of the base")
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
 
 

@@ -111,11 +111,6 @@ class Trainer:
         requests = []
         for position, problem in zip(positions, problems, strict=True):
             prompt_ids = self._text.prompt_ids(problem.prompt)
-            if len(prompt_ids) > training.max_prompt_tokens:
-                raise DataError(
-                    f"problem {problem.id}: got a prompt of {len(prompt_ids)} tokens, expected at most "
-                    f"{training.max_prompt_tokens}. Raise max_prompt_tokens in the profile."
-                )
             requests += [
                 RolloutRequest(
                     prompt_ids=prompt_ids,

@@ -14,9 +14,18 @@ from sdpo_core.checkpoint import checkpoint_folder
 from sdpo_core.errors import CellError, DataError
 from sdpo_core.journal import Journal, MetricRecord
 from sdpo_core.metrics import Trait, promised
-from sdpo_core.records import Grade, Problem, Verdict
+from sdpo_core.records import Grade, Message, Problem, Split, Verdict
 from sdpo_core.specs import CellSpec
-from tests.sdpo_core.micro import ARMS, Base, grade_first_letter, make_cell, make_data, make_spec, plain_workers
+from tests.sdpo_core.micro import (
+    ARMS,
+    Base,
+    grade_first_letter,
+    make_cell,
+    make_data,
+    make_problem,
+    make_spec,
+    plain_workers,
+)
 
 TRAITS: Mapping[str, tuple[Trait, ...]] = {"grpo": (), "sdpo-static": ("distill",), "sdpo-ema": ("distill", "ema")}
 
@@ -279,6 +288,28 @@ def test_evaluations_read_the_first_problems_of_a_split(cell_spec: CellSpec, bas
     )
     run(spec, tmp_path, base=base, grade=grade)
     assert {name for name in seen if not name.startswith("train")} == {"dev-0", "test-0", "test-1", "test-2"}
+
+
+@pytest.mark.parametrize("split", ["train", "dev", "test"])
+def test_too_long_prompt_is_refused_before_the_first_step(
+    cell_spec: CellSpec, base: Base, tmp_path: Path, split: Split
+) -> None:
+    """The fourth problem of its split; dev and test read two, so theirs is no obstacle there."""
+    long = make_problem(3, split=split, prompt=(Message(role="user", content="x" * 90),))
+    spec = make_spec(cell_spec, arm="grpo", evaluation={"dev_problems": 4, "test_problems": 4})
+    for reads_it in (True, False):
+        data = make_data()
+        data = replace(data, **{split: [*getattr(data, split)[:3], long]})
+        if not reads_it:
+            spec = make_spec(cell_spec, arm="grpo", training={"steps": 1})
+        journal, workers = Journal(tmp_path / str(reads_it)), plain_workers(spec, folder=base.folder)
+        cell = make_cell(spec, journal=journal, workers=workers, text=base.text, data=data)
+        if reads_it or split == "train":
+            with pytest.raises(DataError, match=rf"problem {split}-3: got a prompt of \d+ tokens, expected at most 80"):
+                cell.run()
+            assert not journal.folder.exists()
+        else:
+            cell.run()
 
 
 def test_non_finite_metric_stops_the_cell(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:

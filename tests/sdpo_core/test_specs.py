@@ -72,6 +72,20 @@ def test_cell_spec_needs_a_rollout_a_minibatch(cell_spec: CellSpec, minibatches:
             CellSpec.model_validate(row)
 
 
+@pytest.mark.parametrize("prompt", ["max_prompt_tokens", "max_teacher_prompt_tokens"])
+def test_cell_spec_needs_room_for_its_longest_sequence(cell_spec: CellSpec, prompt: str) -> None:
+    """The fixture's base has 128 positions and its responses 8 tokens; faults are reported together."""
+    row = _row(cell_spec)
+    row["training"][prompt] = 120
+    assert CellSpec.model_validate(row).training.max_response_tokens == 8
+    row["training"][prompt] = 121
+    row["algorithm"]["minibatches"] = 9
+    with pytest.raises(
+        ValidationError, match=r"9 mini-batches for 4 rollouts a step; prompts and .* 129 tokens for 128"
+    ):
+        CellSpec.model_validate(row)
+
+
 @pytest.mark.parametrize(("evaluate", "checkpoint", "is_valid"), [(6, 3, True), (6, 4, False), (3, 6, False)])
 def test_training_spec_checkpoints_every_evaluation(
     cell_spec: CellSpec, evaluate: int, checkpoint: int, is_valid: bool
