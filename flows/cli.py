@@ -68,6 +68,9 @@ def _speaks_plainly(command: Callable[P, R]) -> Callable[P, R]:
         except CellError as error:
             typer.echo(f"sdpo: {error}", err=True)
             raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.echo("sdpo: interrupted. Run it again: cells go on from their last checkpoints.", err=True)
+            raise typer.Exit(130) from None
 
     return run
 
@@ -136,11 +139,12 @@ def run(
             profile=selection.profile,
             return_state=True,
         )
-    message = str(state.message)
     if not state.is_completed():
-        typer.echo(f"sdpo: {message}", err=True)
+        if isinstance(state.data, Exception):
+            raise state.data
+        typer.echo(f"sdpo: {state.message}", err=True)
         raise typer.Exit(2 if state.name == REFUSED else 1)
-    typer.echo(message)
+    typer.echo(str(state.message))
 
 
 @app.command()
@@ -227,11 +231,11 @@ def status() -> None:
 def _prefect(home: Path) -> Iterator[None]:
     """A Prefect server to talk to, and plain lines of progress on standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    for name in ("flows", "tasks", "sdpo_core"):
-        logging.getLogger(name).setLevel(logging.INFO)
     with private(home) as services:
         os.environ.update(services.environment())
-        os.environ["PREFECT_LOGGING_LEVEL"] = "WARNING"
+        # The flow's own lines and its final state say it all. What Prefect adds would be sent to its server, which may
+        # have ended by then: a minute of vain attempts after Ctrl-C.
+        os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
         yield
 
 

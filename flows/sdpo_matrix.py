@@ -31,10 +31,8 @@ from tasks.train import train
 
 # Schemas from the tables: Prefect's form offers the names and refuses any other before a run exists. In Python,
 # `select_from` checks them with words of its own.
-ExperimentName = Annotated[
-    str,
-    WithJsonSchema({"anyOf": [{"enum": list(EXPERIMENTS)}, {"type": "string", "pattern": r"\.py$"}], "type": "string"}),
-]
+_EXPERIMENT_PATTERN = rf"^({'|'.join(EXPERIMENTS)}|.*\.py)$"
+ExperimentName = Annotated[str, WithJsonSchema({"type": "string", "pattern": _EXPERIMENT_PATTERN})]
 DatasetName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(DATASETS)})]
 ArmName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(ARMS)})]
 ProfileName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(PROFILES)})]
@@ -65,6 +63,9 @@ def sdpo_matrix(
         seeds: Seeds to train; all declared ones if empty.
         profile: Another profile than the declared one.
     """
+    # Progress shows on the console of `sdpo run` and on the flow run's page, wherever the flow is started.
+    for name in ("flows", "tasks"):
+        logging.getLogger(name).setLevel(logging.INFO)
     home = Path(os.environ.get("SDPO_HOME", ".sdpo")).absolute()
     selection = Selection(
         datasets=tuple(datasets) if datasets else None,

@@ -129,6 +129,9 @@ class Services:
             "PREFECT_HOME": str(self.home / "prefect"),
             "PREFECT_API_URL": self.prefect_api_url,
             "MLFLOW_TRACKING_URI": self.mlflow_uri,
+            # Our own lines of progress on the page of the flow run.
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks",
+            "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         }
 
 
