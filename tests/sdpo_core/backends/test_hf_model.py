@@ -75,6 +75,18 @@ def test_shared_prefixes_give_the_gradients_of_plain_forwards(double: HfModel) -
         torch.testing.assert_close(found[name], value, rtol=0, atol=2e-7 * size, msg=name)
 
 
+def test_a_shared_prompt_runs_once(base: Base) -> None:
+    """Three responses of at most 4 tokens to one prompt of 9: 8 prompt tokens once, its last one with each response."""
+    model, ran = load_model(base.folder), []
+    rows = [TokenRow(prompt_ids=tuple(range(9)), response_ids=(1,) * count) for count in (4, 2, 3)]
+    embedding = model.model.get_input_embeddings()
+    handle = embedding.register_forward_pre_hook(lambda _, inputs: ran.append(inputs[0].numel()))
+    with torch.inference_mode():
+        response_logits(model, rows)
+    handle.remove()
+    assert ran == [8, 3 * 4]
+
+
 def test_tied_head_gets_both_gradients(double: HfModel) -> None:
     """The embedding is the head: ids only the prompt holds and ids only the softmax sees both get gradient."""
     names = [name for name, _ in double.model.named_parameters()]

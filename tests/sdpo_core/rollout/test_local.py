@@ -10,7 +10,7 @@ from sdpo_core.backends.hf import HfPolicy
 from sdpo_core.errors import DataError, SpecError
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
-from sdpo_core.rollout.local import LocalEngine, load_engine
+from sdpo_core.rollout.local import LocalEngine, _draw, load_engine
 from sdpo_core.specs import CellSpec, OptimizerSpec
 from sdpo_core.workers import StudentWorker
 from tests.sdpo_core.micro import Base, load_model, make_spec, ragged_rows
@@ -150,6 +150,15 @@ def test_low_temperature_samples_the_best_token(base: Base) -> None:
         logits = load_model(base.folder).model(input_ids=torch.tensor([rollout.prompt_ids])).logits[0, -1]
     assert rollout.response_ids == (int(logits[:259].argmax()),)
     assert rollout.sampling_logps[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_draw_takes_no_token_without_mass() -> None:
+    """Masses 0, 1/2, 0, 1/2, 0 at both ends of the unit interval and at the step between."""
+    logits = torch.tensor([[-1e9, 0.0, -1e9, 0.0, -1e9]]).expand(4, -1)
+    uniforms = torch.tensor([0.0, 0.5 - 2**-50, 0.5, 1 - 2**-53], dtype=torch.float64)
+    ids, logps = _draw(logits, uniforms)
+    assert ids.tolist() == [1, 1, 3, 3]
+    torch.testing.assert_close(logps, torch.full((4,), 0.5).log())
 
 
 def test_padded_vocabulary_is_never_sampled(base: Base) -> None:
