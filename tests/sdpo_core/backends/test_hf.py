@@ -111,7 +111,7 @@ def test_update_is_one_adamw_step_on_the_weighed_loss(base: Base) -> None:
         logps = (plain_logits(oracle, row.row) / TEMPERATURE).log_softmax(dim=1)
         own = logps[range(len(logps)), list(row.row.response_ids)]
         loss = loss - row.weight * (torch.tensor(row.advantages) * own).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     norm = torch.sqrt(sum(((p.grad**2).sum() for p in parameters.values() if p.grad is not None), torch.zeros(())))
     assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-5)
     assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
