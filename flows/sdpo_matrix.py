@@ -20,6 +20,7 @@ from experiments.table import EXPERIMENTS
 from flows.matrix import Matrix, datasets_of, matrix_of, select_from
 from flows.progress import Progress
 from flows.services import RayHead, mlflow_uri, ray_head
+from reports.rows import load_bases
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import CellStatus
 from tasks.base_model import base_model
@@ -122,6 +123,13 @@ def _make_bases(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
     for future in futures:
         if not future.state.is_completed():
             _log.error("%s", future.state.message)
+    for base in load_bases(matrix.store, matrix.planned()):
+        _log.info(
+            "base on %s: dev accuracy %.3f plain, %.3f with a demonstration",
+            base.dataset,
+            base.dev_accuracy,
+            base.demonstration_accuracy,
+        )
 
 
 def _train_cells(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
