@@ -233,10 +233,15 @@ def _prefect(home: Path) -> Iterator[None]:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     with private(home) as services:
         os.environ.update(services.environment())
-        # The flow's own lines and its final state say it all. What Prefect adds would be sent to its server, which may
-        # have ended by then: a minute of vain attempts after Ctrl-C.
+        # The flow's own lines and its final state say it all; Prefect's say it again, with tracebacks of nothing.
         os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
-        yield
+        try:
+            yield
+        finally:
+            from prefect.logging.handlers import APILogHandler
+
+            # While the server is there: at exit, Prefect would try for a minute to reach one that has ended.
+            APILogHandler().flush()
 
 
 def _selection(

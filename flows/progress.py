@@ -42,7 +42,8 @@ class Progress:
                 for spec, journal in self._cells
                 if self._states[spec.label] == "running"
             ]
-            _log.info("[%s] running: %s", self._count(), "; ".join(running) or "nothing yet")
+            if running:
+                _log.info("[%s] running: %s", self._count(), "; ".join(running))
 
     def _count(self) -> str:
         return f"{sum(state == 'done' for state in self._states.values())}/{self._total} done"
