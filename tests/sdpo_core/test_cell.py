@@ -121,6 +121,21 @@ def test_result_sums_up_the_journal(cell_spec: CellSpec, whole: Callable[[CellSp
         assert content["metrics"]["cost/ema_updates"] == 4
 
 
+def test_steps_walk_through_the_data(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
+    """Four steps of two problems: an epoch of all five, then three of the next, none twice."""
+    seen: list[str] = []
+
+    def grade(problem: Problem, response: str, truncated: bool) -> Verdict:
+        if problem.split == "train" and seen[-1:] != [problem.id]:
+            seen.append(problem.id)
+        return grade_first_letter(problem, response, truncated)
+
+    run(make_spec(cell_spec, arm="grpo"), tmp_path, base=base, grade=grade)
+    assert len(seen) == 8
+    assert len(set(seen[:5])) == 5
+    assert len(set(seen[5:])) == 3
+
+
 def test_arms_start_from_one_evaluation(cell_spec: CellSpec, whole: Callable[[CellSpec], Journal]) -> None:
     """Same seed, same base: before the first update nothing tells the arms apart."""
     starts = [numbers(whole(make_spec(cell_spec, arm=arm)))[0] for arm in ARMS]

@@ -13,7 +13,7 @@ from sdpo_core.errors import DataError
 from sdpo_core.records import WarmupExample
 from sdpo_core.specs import BaseSpec, CellSpec
 from sdpo_core.text import ChatTokenizer
-from sdpo_core.warmup import WarmupOutcome, example_messages, warm_up
+from sdpo_core.warmup import WarmupOutcome, _initial_model, example_messages, warm_up
 from tests.sdpo_core.micro import load_model, make_problem, make_spec
 
 BPE = {"kind": "bpe", "vocab_size": 280, "phrases": ["Say "]}
@@ -66,6 +66,29 @@ def test_loss_falls_and_the_model_is_what_was_trained(cell_spec: CellSpec, tmp_p
     assert float(-own.mean()) < 0.6 * outcome.losses[0]
     assert row.response_ids[-1] == text.end_id  # it learned to stop as well
     assert float(own[-1]) > -outcome.losses[0]
+
+
+def test_losses_are_those_of_plain_training(cell_spec: CellSpec, tmp_path: Path) -> None:
+    """Oracle: three steps of AdamW on plain forwards; the rate rises over w = 1 step and falls by 0.9/3 a step."""
+    spec = make_base_spec(cell_spec, steps=3, lr_warmup_steps=1)
+    outcome = make(spec, tmp_path)
+    text = ChatTokenizer.load(tmp_path)
+    model = _initial_model(spec, text=text).train(False)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
+    stream = examples("training")
+    for loss, rate in zip(outcome.losses, (0.5 * 1, 1 * 0.7, 1 * 0.4), strict=True):
+        surprises = []
+        for example in itertools.islice(stream, 6):
+            prompt, response = text.prompt_ids(example_messages(example)), text.response_ids(example.response)
+            logps = model(input_ids=torch.tensor([prompt + response])).logits[0].log_softmax(dim=1)
+            surprises.append(-logps[range(len(prompt) - 1, len(logps) - 1), list(response)])
+        mean = torch.cat(surprises).mean()
+        assert loss == pytest.approx(float(mean.detach()), rel=1e-4)
+        optimizer.zero_grad()
+        mean.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 1e-2 * rate
+        optimizer.step()
 
 
 @pytest.mark.parametrize("tokenizer", [{"kind": "byte"}, BPE])
