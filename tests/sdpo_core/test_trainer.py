@@ -10,7 +10,8 @@ from sdpo_core.backends.base import Objective, TrainRow, UpdateStats
 from sdpo_core.cell import Workers
 from sdpo_core.errors import CellError, DataError
 from sdpo_core.metrics import Trait, promised
-from sdpo_core.records import Grade, Problem, Verdict
+from sdpo_core.records import Grade, Problem, Rollout, Verdict
+from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.specs import CellSpec
 from sdpo_core.trainer import StepOutcome, Trainer
 from sdpo_core.workers import StudentWorker
@@ -90,6 +91,23 @@ def test_a_step_needs_only_its_number_and_cursor(cell_spec: CellSpec, base: Base
     whole = Grader()
     run_steps(spec, 4, base=base, grade=whole)
     assert grader.seen == whole.seen[6:8]
+
+
+def test_every_rollout_has_a_stream_of_its_own(cell_spec: CellSpec, base: Base) -> None:
+    """Two steps at one cursor under one seed, and one under another: 18 rollouts, 18 streams."""
+    keys: list[int] = []
+
+    class Listening(StudentWorker):
+        def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
+            keys.extend(request.stream_key for request in requests)
+            return super().generate(requests, sampling=sampling)
+
+    spec = make_spec(cell_spec, arm="grpo")
+    for seed, step in ((1, 1), (1, 2), (2, 1)):
+        seeded = spec.model_copy(update={"seed": seed})
+        student = Listening(seeded, folder=base.folder, device="cpu")
+        make_trainer(seeded, base=base, workers=Workers(student=student, teacher=None)).step(step, cursor=0)
+    assert len(keys) == len(set(keys)) == 18
 
 
 @pytest.mark.parametrize("arm", ARMS)

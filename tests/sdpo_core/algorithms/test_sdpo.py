@@ -223,6 +223,23 @@ def test_feedback_counts_as_context_but_not_as_demonstration(make: Make, base: B
     assert [note.demonstrator for note in alone.notes.values()] == [None] * 3
 
 
+def test_demonstrations_have_streams_by_seed_step_problem_and_rollout(make: Make, base: Base) -> None:
+    """Six groups of four successes each: the choices repeat under the same words and change with each of them."""
+    setting = make()
+    groups = [make_group(base, position=position, scores=(1, 1, 1, 1)) for position in range(6)]
+
+    def choices(*, seed: int = 1, step: int = 1) -> list[list[int | None]]:
+        spec = setting.spec.model_copy(update={"seed": seed})
+        tools = make_tools(spec, base=base, workers=setting.workers, step=step)
+        notes = setting.arm.build(groups, num_rejected=0, tools=tools).notes
+        return [[notes[g, m].demonstrator for m in range(4)] for g in range(6)]
+
+    first = choices()
+    assert first == choices()
+    assert first not in (choices(seed=2), choices(step=2))
+    assert len({tuple(group) for group in first}) > 1
+
+
 def test_error_policy_names_the_problem(make: Make, base: Base) -> None:
     with pytest.raises(CellError, match=r"sibling nor feedback for rollout 1 of train-1, expected a teacher context"):
         make(no_context="error").build(mixed(base))
