@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from data_prep.manifest import Manifest
 from data_prep.table import DATASETS
@@ -12,10 +11,7 @@ from reports.rows import PlannedCell
 from sdpo_core.errors import SpecError
 from sdpo_core.fingerprint import base_fingerprint, cell_fingerprint
 from sdpo_core.journal import Store, read_json
-from sdpo_core.specs import BaseSpec, CellSpec, ExperimentSpec, ProfileSpec
-
-if TYPE_CHECKING:
-    from sdpo_core.probe import ProbeSpec
+from sdpo_core.specs import BaseSpec, CellSpec, ExperimentSpec, ProbeSpec, ProfileSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +31,7 @@ class PlannedBase:
     fingerprint: str
     spec: BaseSpec
     data_digests: Mapping[str, str]
-    probes: "tuple[ProbeSpec, ...]"
+    probes: tuple[ProbeSpec, ...]
 
 
 def select(experiment: ExperimentSpec, selection: Selection) -> ExperimentSpec:
@@ -106,9 +102,6 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
 
 def plan_bases(cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest]) -> tuple[PlannedBase, ...]:
     """The distinct bases of `cells`, each with a probe for every data set its cells train on."""
-    # Imported where it is needed: it brings torch with it, and `sdpo plan` needs none.
-    from sdpo_core.probe import ProbeSpec
-
     bases: dict[str, PlannedBase] = {}
     for cell in cells:
         digests = {name: manifests[name].digest for name in cell.base.datasets}

@@ -11,20 +11,11 @@ from sdpo_core import random_streams
 from sdpo_core.evaluate import evaluate
 from sdpo_core.records import Grade, Message, Problem
 from sdpo_core.rollout.base import RolloutEngine
-from sdpo_core.specs import EvaluationSpec, FeedbackLevel, Spec
+from sdpo_core.specs import ProbeSpec
 from sdpo_core.teacher.context import TeacherContext, teacher_messages
 from sdpo_core.text import ChatTokenizer
 
 _SEED = 0
-
-
-class ProbeSpec(Spec):
-    """What to probe a base on, and how."""
-
-    dataset: str
-    evaluation: EvaluationSpec
-    max_response_tokens: int
-    feedback_level: FeedbackLevel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

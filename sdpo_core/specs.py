@@ -215,6 +215,15 @@ class ArmSpec(Spec):
     algorithm: AlgorithmSpec
 
 
+class ProbeSpec(Spec):
+    """What to probe base weights on, and how."""
+
+    dataset: str
+    evaluation: EvaluationSpec
+    max_response_tokens: int
+    feedback_level: FeedbackLevel
+
+
 class TaskProfile(Spec):
     """What a profile fixes for one kind of task."""
 

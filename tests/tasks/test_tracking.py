@@ -26,7 +26,9 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 def journal(tmp_path: Path, cell_spec: CellSpec) -> Journal:
     """A cell at step 3 whose last checkpoint is at step 2."""
     journal = Journal(tmp_path / "cells" / "cell")
-    journal.write_spec(cell_spec, fingerprint=f"fp-{tmp_path.name}", data_digest="d", base_digest="b", base_fingerprint="f")
+    journal.write_spec(
+        cell_spec, fingerprint=f"fp-{tmp_path.name}", data_digest="d", base_digest="b", base_fingerprint="f"
+    )
     journal.append_metrics(MetricRecord(step=0, moment="evaluate", time=START, metrics={"eval/accuracy": 0.5}))
     for step in (1, 2, 3):
         _append_step(journal, step)
