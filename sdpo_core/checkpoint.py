@@ -9,6 +9,7 @@ Each worker writes its part into a folder aside; the driver writes `state.json` 
 folder without a final name was never a checkpoint. Nothing here is unpickled.
 """
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -61,14 +62,29 @@ def save_checkpoint(journal: Journal, state: DriverState, *, workers: Mapping[st
     aside.mkdir(parents=True)
     for name, worker in workers.items():
         worker.save(aside / name)
-    files = {str(path.relative_to(aside)): file_digest(path) for path in sorted(aside.rglob("*")) if path.is_file()}
+    paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+    appended = [path for path in (journal.metrics_path, journal.samples_path) if path.exists()]
+    for path in (*paths, *appended):
+        flush(path)
+    files = {str(path.relative_to(aside)): file_digest(path) for path in paths}
     content = {"state": asdict(state), "sha256": files}
     write_json(aside / _STATE, {**content, "digest": digest(content)})
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
+    # Only once the new one is sure to be on disk may an older one go.
+    flush(final.parent)
     for folder in journal.checkpoints.iterdir():
         if folder not in (final, checkpoint_folder(journal, state.best_step)):
             shutil.rmtree(folder)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def load_checkpoint(journal: Journal, *, workers: Mapping[str, Savable]) -> DriverState | None:
