@@ -1,0 +1,237 @@
+"""The command line without services: exit codes, and one clear line for whatever is wrong."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from data_prep.sources import SourceFile, read_source
+from experiments.matrix import Selection
+from flows.cli import app
+from flows.matrix import Matrix, load_matrix
+from flows.processes import REPOSITORY
+from sdpo_core.journal import MetricRecord, write_json
+
+Sdpo = Callable[..., Result]
+IMPORTS = """
+import sys
+import flows.cli
+print([name for name in ("torch", "transformers", "prefect", "mlflow", "ray", "pandas", "matplotlib")
+       if name in sys.modules])
+"""
+
+
+@pytest.fixture
+def sdpo(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sdpo:
+    monkeypatch.setenv("SDPO_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def _refused(result: Result, *parts: str) -> None:
+    """Exit 2 and one line on standard error that holds `parts`."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("sdpo: ")
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["e999"], "got 'e999', expected one of e000, e001"),
+        (["none.py"], "got none.py, expected a file"),
+        (["e000", "--arms", "ppo"], "got arm 'ppo', expected one of grpo, sdpo-static, sdpo-ema"),
+        (["e000", "--datasets", "spelling"], "got data set 'spelling', expected one of spell_backward"),
+        (["e000", "--seeds", "7"], "got seed 7, expected one the experiment declares (42)"),
+        (["e000", "--seeds", "42,x,--1"], "--seeds: got x, --1, expected whole numbers"),
+        (["e000", "--profile", "huge"], "got profile 'huge', expected one of tiny, smoke"),
+    ],
+)
+def test_wrong_names_are_refused_before_anything_starts(
+    sdpo: Sdpo, command: str, arguments: list[str], part: str
+) -> None:
+    _refused(sdpo(command, *arguments), part)
+
+
+def test_a_data_set_the_experiment_does_not_declare_is_refused(sdpo: Sdpo, small: str) -> None:
+    _refused(sdpo("plan", small, "--datasets", "sciknoweval-biology"), "expected one the experiment declares")
+
+
+def test_tool_use_without_rows_says_where_to_place_them(sdpo: Sdpo, small: str) -> None:
+    place = "$SDPO_HOME/sources/toolalpaca/train.json"
+    _refused(sdpo("run", small, "--datasets", "toolalpaca"), "got 0 training rows", place)
+
+
+def test_a_page_of_an_experiment_with_tool_use_is_refused_before_training(sdpo: Sdpo, tmp_path: Path) -> None:
+    """The selection alone could be trained, but the page at the end shows the whole declaration."""
+    experiment = tmp_path / "mine.py"
+    experiment.write_text(
+        "from experiments.e000_smoke import E000\n"
+        'MINE = E000.model_copy(update={"name": "mine", "datasets": ("sciknoweval-physics", "toolalpaca")})\n'
+    )
+    _refused(sdpo("plan", str(experiment), "--datasets", "sciknoweval-physics"), "'toolalpaca' of task 'tool_call'")
+
+
+def test_prepare_prints_the_damaged_rows_of_a_source_and_goes_on(sdpo: Sdpo, home: Path) -> None:
+    content = read_source(SourceFile(path="lasgroup-sdpo/tooluse/test.json", split="test"), home=home)
+    assert content is not None
+    rows = [line for line in content.lines[:10] if line is not None]
+    # An API that the test rows do not have, as training rows must.
+    rows = [line.replace(b"Axolotl", b"Newt") for line in rows]
+    source = home / "sources" / "toolalpaca" / "train.json"
+    source.parent.mkdir(parents=True)
+    source.write_bytes(b"\n".join((*rows, b'{"broken": ')))
+    result = sdpo("prepare", "toolalpaca")
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()[2:]
+    assert "bad_json 1" in line
+    assert line.split()[:3] == ["toolalpaca", "79", "65"]
+
+
+def test_prepare_refuses_an_unknown_name(sdpo: Sdpo) -> None:
+    _refused(sdpo("prepare", "spelling"), "got data set 'spelling', expected one of spell_backward")
+
+
+def test_prepare_prints_one_row_a_data_set(sdpo: Sdpo) -> None:
+    lines = sdpo("prepare", "sciknoweval-physics").stdout.splitlines()
+    assert lines[0].startswith("data set")
+    assert lines[2].split()[:3] == ["sciknoweval-physics", "800", "784"]
+
+
+def test_plan_shows_states_and_why(sdpo: Sdpo, matrix: Matrix, small: str) -> None:
+    cells = matrix.planned()
+    journals = [matrix.store.journal(str(cell.fingerprint)) for cell in cells]
+    write_json(journals[1].error_path, {"error": "step 3: got nan.", "time": 1.0})
+    journals[2].append_metrics(MetricRecord(step=1, moment="step", time=1.0, metrics={}))
+    (journals[2].checkpoints / "step-000001").mkdir(parents=True)
+    with journals[0].lease({"pid": 1}):
+        lines = sdpo("plan", small).stdout.splitlines()[2:]
+    assert [line.split()[1] for line in lines] == ["running", "failed", "missing"]
+    assert lines[1].endswith("step 3: got nan.")
+    assert lines[2].endswith("interrupted, resumes from step 1")
+    assert [line.split()[2] for line in lines] == [cell.fingerprint for cell in cells]
+
+
+def test_plan_says_why_a_base_failed(sdpo: Sdpo, home: Path, small: str) -> None:
+    base = load_matrix(small, Selection(), home=home).bases()[0]
+    write_json(home / "bases" / base.fingerprint / "error.json", {"error": "base smoke-mcq: got nan.", "time": 1.0})
+    lines = sdpo("plan", small).stdout.splitlines()[2:]
+    assert [line.split()[1] for line in lines] == ["failed"] * 3
+    assert lines[0].endswith("base smoke-mcq: got nan.")
+
+
+def test_plan_takes_a_part(sdpo: Sdpo, small: str) -> None:
+    lines = sdpo("plan", small, "--arms", "grpo, sdpo-ema", "--arms", "sdpo-static", "--seeds", "42").stdout
+    assert [line.split()[0].split("/")[1] for line in lines.splitlines()[2:]] == ["grpo", "sdpo-ema", "sdpo-static"]
+
+
+def test_command_line_starts_without_the_heavy_packages() -> None:
+    ran = subprocess.run([sys.executable, "-c", IMPORTS], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_report_json_lists_cells_that_are_not_done_without_numbers(sdpo: Sdpo, home: Path, small: str) -> None:
+    rows = json.loads(sdpo("report", small, "--json").stdout)
+    assert len(rows) == 3
+    assert rows[0] == {
+        "dataset": "sciknoweval-physics",
+        "arm": "grpo",
+        "seed": 42,
+        "state": "missing",
+        "fingerprint": None,
+        "metrics": {},
+    }
+    assert not (home.parent / "results").exists()
+
+
+def test_report_under_another_profile_goes_to_a_folder_of_its_own(sdpo: Sdpo, tmp_path: Path, small: str) -> None:
+    result = sdpo("report", small, "--profile", "tiny")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == "results/small-tiny/results.md"
+    assert "3 missing" in (tmp_path / "results" / "small-tiny" / "results.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "train.jsonl"])
+def test_damaged_prepared_files_are_made_again(sdpo: Sdpo, home: Path, small: str, name: str) -> None:
+    assert sdpo("plan", small).exit_code == 0
+    path = home / "data" / "sciknoweval-physics" / name
+    good = path.read_bytes()
+    path.write_bytes(good[:50])
+    assert sdpo("plan", small).exit_code == 0
+    assert path.read_bytes() == good
+
+
+def test_damaged_journal_names_the_file(sdpo: Sdpo, matrix: Matrix, small: str) -> None:
+    journal = matrix.store.journal(str(matrix.planned()[0].fingerprint))
+    journal.metrics_path.write_text('{"step": 1\n')
+    _refused(sdpo("report", small), f"{journal.metrics_path}:1", "Delete")
+
+
+def test_damaged_result_names_the_file(sdpo: Sdpo, matrix: Matrix, small: str) -> None:
+    journal = matrix.store.journal(str(matrix.planned()[0].fingerprint))
+    journal.result_path.write_text("{")
+    _refused(sdpo("report", small), str(journal.result_path), "Delete")
+
+
+def test_damaged_cell_spec_is_written_again(sdpo: Sdpo, matrix: Matrix) -> None:
+    journal = matrix.store.journal(str(matrix.planned()[0].fingerprint))
+    good = journal.spec_path.read_bytes()
+    journal.spec_path.write_text("{")
+    _refused(sdpo("samples", "sciknoweval-physics/grpo/42"), str(journal.spec_path))
+    matrix.write_specs()
+    assert journal.spec_path.read_bytes() == good
+
+
+def test_damaged_base_record_names_the_file(sdpo: Sdpo, matrix: Matrix, small: str) -> None:
+    record = matrix.store.bases / matrix.bases()[0].fingerprint / "base.json"
+    record.write_text("[]")
+    _refused(sdpo("plan", small), str(record))
+
+
+def test_samples_shows_early_against_late(sdpo: Sdpo, matrix: Matrix) -> None:
+    journal = matrix.store.journal(str(matrix.planned()[1].fingerprint))
+    for step in range(1, 7):
+        journal.append_sample(
+            {
+                "step": step,
+                "problem_id": "spell/train/1",
+                "rollout": 0,
+                "prompt": "Spell this.",
+                "response": f"answer of step {step}",
+                "score": 0.5,
+                "reason": "wrong",
+                "feedback": None,
+                "teacher_prompt": "With context." if step == 6 else None,
+                "demonstrator": 2 if step == 6 else None,
+            }
+        )
+    for name in ("sciknoweval-physics/sdpo-static/42", journal.folder.name[:8]):
+        shown = sdpo("samples", name, "--count", "2").stdout
+        assert [step for step in range(1, 7) if f"answer of step {step}" in shown] == [1, 2, 5, 6]
+        assert "(demonstration by rollout 2)\nWith context." in shown
+        assert "[teacher] n/a: no teacher context" in shown
+
+
+@pytest.mark.usefixtures("matrix")
+def test_samples_refuses_an_unknown_cell(sdpo: Sdpo) -> None:
+    assert sdpo("samples", "sciknoweval-physics/grpo/42").stdout.strip().endswith("no samples yet")
+    _refused(sdpo("samples", "sciknoweval-physics/grpo/7"), "got 'sciknoweval-physics/grpo/7', expected a cell of")
+
+
+def test_doctor_finds_this_machine_able(sdpo: Sdpo) -> None:
+    result = sdpo("doctor")
+    assert result.exit_code == 0, result.output
+    assert "runs here" in result.stdout
+
+
+def test_status_and_down_without_services(sdpo: Sdpo) -> None:
+    assert {line.split()[1] for line in sdpo("status").stdout.splitlines()[2:]} == {"down"}
+    assert sdpo("down").stdout.strip() == "nothing was up"
