@@ -57,16 +57,18 @@ def main(arguments: list[str]) -> int:
             for declared_probe in declared["probes"]:
                 _probe(store, ProbeSpec.model_validate(declared_probe), folder=folder)
     except (CellError, DataError, SpecError) as error:
-        _fail(error_path, f"base {spec.name}: {error}")
+        _fail(error_path, str(error), label=f"base {spec.name}")
         return 1
     except Exception as error:
         why = (str(error).splitlines() or ["no message"])[0]
-        _fail(error_path, f"base {spec.name}: got {type(error).__name__}: {why}.")
+        _fail(error_path, f"got {type(error).__name__}: {why}.", label=f"base {spec.name}")
         raise
     return 0
 
 
-def _fail(path: Path, line: str) -> None:
+def _fail(path: Path, message: str, *, label: str) -> None:
+    # Some messages open with the label already.
+    line = f"{label}: {message.removeprefix(f'{label}: ')}"
     _log.error("%s", line)
     write_json(path, {"error": line, "time": time.time()})
 
