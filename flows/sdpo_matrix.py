@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from prefect import State, flow
-from prefect.futures import PrefectFuture
+from prefect.futures import PrefectFuture, wait
 from prefect.states import Completed, Failed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from pydantic import WithJsonSchema
@@ -118,8 +118,8 @@ def _make_bases(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
     ]
     _log.info("base models: %s", ", ".join(base.spec.name for base in bases))
     # Polled in the main thread, where a cancellation arrives.
-    while not all(future.state.is_final() for future in futures):
-        time.sleep(_TICK_SECONDS)
+    while _any_pending(futures):
+        pass
     for future in futures:
         if not future.state.is_completed():
             _log.error("%s", future.state.message)
@@ -152,13 +152,17 @@ def _train_cells(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
     fingerprints = [str(cell.fingerprint) for cell in cells]
     uri = mlflow_uri(home)
     next_send = time.monotonic() + _SEND_SECONDS
-    while not all(future.state.is_final() for future in futures):
+    while _any_pending(futures):
         progress.tick()
         if time.monotonic() >= next_send:
             send_cells(fingerprints, home=home, tracking_uri=uri, experiment=matrix.declared.name, final=False)
             next_send = time.monotonic() + _SEND_SECONDS
-        time.sleep(_TICK_SECONDS)
     progress.tick()
+
+
+def _any_pending(futures: list[Any]) -> bool:
+    """Wait a moment for all of them. Not through their `state`, which asks the server each time."""
+    return bool(wait(futures, timeout=_TICK_SECONDS).not_done)
 
 
 def _conclude(matrix: Matrix, *, home: Path, profile_is_declared: bool) -> State[str]:
