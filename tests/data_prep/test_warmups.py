@@ -12,7 +12,6 @@ from data_prep.warmups.table import warmup, warmup_examples
 from sdpo_core.errors import SpecError
 from tests.data_prep.problems import mcq, spell
 
-
 MIX = Shares(plain=0.5, demonstration=0.3)
 
 
