@@ -22,7 +22,7 @@ from sdpo_core.errors import CellError
 
 JobState = Literal["pending", "running", "succeeded", "failed", "stopped"]
 LIVE: tuple[JobState, ...] = ("pending", "running")
-# Time to write a checkpoint after SIGTERM; Ray's default of 3 s cuts it off.
+# Time for a driver to end its workers after SIGTERM; Ray's default of 3 s can cut it off.
 STOP_WAIT_SECONDS = 20
 # A dashboard that is busy starting a job may refuse a connection for a moment.
 TRIES = 3
@@ -86,20 +86,21 @@ class RayJobs:
         folder: Path,
         env: Mapping[str, str],
         cpus: float,
-        gpus: float = 0,
     ) -> JobHandle:
         """Attach to the live job of `key`, or submit a new attempt that runs `entrypoint` in `folder`.
 
-        The job's driver holds `cpus` and `gpus` while it lives, and Ray queues what does not fit; actors the driver
-        starts must not ask for them again. `env` is seen by the driver and its actors; no secret belongs there, since
-        the dashboard shows it.
+        The job's driver holds `cpus` while it lives, and Ray queues what does not fit; actors the driver starts must
+        not ask for them again (docs/decisions/0004). `env` is seen by the driver and its actors; no secret belongs
+        there, since the dashboard shows it.
 
         Raises:
             CellError: the head does not answer, or `stop_all` was called.
         """
         with self._lock:
             if self._is_stopping:
-                raise CellError(f"job {key}: got a submission after the run was stopped. Start the run again.")
+                raise CellError(
+                    f"job {key}: got a submission after the run was stopped, expected none. Start the run again."
+                )
             # One look for both: a job that appears between two looks would be missed by the first only.
             attempts = self._attempts(key)
             live = [attempt for attempt, state in attempts.items() if state in LIVE]
@@ -111,7 +112,6 @@ class RayJobs:
                     command=f"cd {shlex.quote(str(folder))} && exec {shlex.join(entrypoint)}",
                     env={**env, "PYTHONPATH": str(folder), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_SECONDS)},
                     cpus=cpus,
-                    gpus=gpus,
                 )
             )
             self._handles[handle.submission_id] = handle
@@ -136,7 +136,7 @@ class RayJobs:
     def stop_all(self, *, wait_seconds: float = STOP_WAIT_SECONDS + 5) -> None:
         """Stop every job this object submitted or attached to, and refuse new ones from now on.
 
-        Jobs get SIGTERM at once and have `STOP_WAIT_SECONDS` to write a checkpoint. A head that is gone has no jobs.
+        Jobs get SIGTERM at once and have `STOP_WAIT_SECONDS` to end. A head that is gone has no jobs.
         """
         with self._lock:
             self._is_stopping = True
@@ -158,9 +158,7 @@ class RayJobs:
         )
         return {int(match[1]): _state(details) for match, details in matches if match}
 
-    def _submit(
-        self, handle: JobHandle, *, command: str, env: Mapping[str, str], cpus: float, gpus: float
-    ) -> JobHandle:
+    def _submit(self, handle: JobHandle, *, command: str, env: Mapping[str, str], cpus: float) -> JobHandle:
         try:
             # Not through `_ask`: a submission whose answer was lost must not be sent twice.
             self._client.submit_job(
@@ -168,13 +166,15 @@ class RayJobs:
                 submission_id=handle.submission_id,
                 runtime_env={"env_vars": dict(env)},
                 entrypoint_num_cpus=cpus,
-                entrypoint_num_gpus=gpus or None,
             )
         except (ConnectionError, requests.RequestException, RuntimeError) as error:
             # Another run may have submitted the same cell a moment ago, or the answer got lost on its way.
             if handle.attempt in self._attempts(handle.key):
                 return replace(handle, attached=True)
-            raise CellError(f"job {handle.submission_id}: got {_first_line(error)}, expected to be accepted.") from None
+            raise CellError(
+                f"job {handle.submission_id}: got {_first_line(error)}, expected Ray to take it. "
+                "Run again: a cell goes on from its last checkpoint."
+            ) from None
         return handle
 
     def _ask(self, question: Callable[[], T]) -> T:
