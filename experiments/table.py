@@ -42,13 +42,19 @@ def _declared_in(path: Path) -> ExperimentSpec:
     declared = list(dict.fromkeys(value for value in values if value not in EXPERIMENTS.values()))
     if len(declared) != 1:
         names = ", ".join(value.name for value in declared) or "none"
-        raise SpecError(f"{path}: got {len(declared)} experiments ({names}), expected one ExperimentSpec a file.")
+        raise SpecError(
+            f"{path}: got {len(declared)} experiments ({names}), expected one ExperimentSpec a file. "
+            "Declare one, or write a file for each."
+        )
     (found,) = declared
     if found.name in EXPERIMENTS:
-        raise SpecError(f"{path}: got the name {found.name!r} of a shipped experiment, expected one of its own.")
+        raise SpecError(
+            f"{path}: got the name {found.name!r} of a shipped experiment, expected one of its own. Rename it."
+        )
     if not re.fullmatch(_NAME, found.name):
         raise SpecError(
-            f"{path}: got the name {found.name!r}, expected lower-case letters and digits, with single - or _ between."
+            f"{path}: got the name {found.name!r}, expected lower-case letters and digits, with "
+            "single - or _ between. Rename it."
         )
     return found
 
@@ -59,7 +65,9 @@ def _run(path: Path) -> dict[str, Any]:
         return runpy.run_path(str(path))
     except ValidationError as error:
         why = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise SpecError(f"{path}: got a faulty declaration ({why}), expected one ExperimentSpec.") from error
+        raise SpecError(
+            f"{path}: got a faulty declaration ({why}), expected one ExperimentSpec. Correct it."
+        ) from error
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise SpecError(f"{path}: got {why}, expected a file that declares one ExperimentSpec. Correct it.") from error
