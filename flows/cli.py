@@ -19,7 +19,7 @@ from data_prep.prepare import prepare_dataset
 from data_prep.table import DATASETS
 from experiments.matrix import Selection
 from flows import services as persistent
-from flows.launch import quiet_environment
+from flows.launch import program, quiet_environment
 from flows.matrix import Matrix, load_matrix
 from flows.services import ServiceRecord, private
 from reports.export import cells_json
@@ -206,10 +206,10 @@ def up() -> None:
     """Start MLflow, Prefect (server, pool, worker, deployment) and Ray, to stay."""
     home = home_folder()
     _print_services(persistent.up(home))
-    typer.echo("\nprefect deployment run sdpo-matrix/matrix -p experiment=e001   # with this environment:")
     running = persistent.running(home)
     if running is not None:
-        typer.echo(f"export PREFECT_API_URL={running.prefect_api_url}")
+        typer.echo(f"\nexport PREFECT_API_URL={running.prefect_api_url}")
+        typer.echo(f"{program('prefect')} deployment run sdpo-matrix/matrix -p experiment=e001")
 
 
 @app.command()

@@ -55,7 +55,7 @@ def _machine(home: Path) -> Iterator[Finding]:
     yield Finding(what="cores", state=f"{cores} (as many cells at once under profile tiny)")
     memory = psutil.virtual_memory().total
     enough = memory >= _MEMORY_PER_CELL * cores
-    advice = "" if enough else "start fewer cells at once: fewer cores for Ray"
+    advice = "" if enough else "2 GiB a cell: raise cpus_per_cell in experiments/profiles.py, and fewer run at once"
     yield Finding(what="memory", state=f"{memory / 2**30:.0f} GiB", advice=advice)
     place = home if home.exists() else home.parent
     free = shutil.disk_usage(place).free
