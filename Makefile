@@ -50,6 +50,6 @@ $(READY): requirements.lock pyproject.toml
 			'Install it, or name it: make PYTHON=/path/to/python3.11' >&2; exit 2; }
 	@echo 'Installing the locked packages into $(VENV) (about 2.4 GB, a few minutes)'
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/pip install --quiet --requirement requirements.lock
-	@$(BIN)/pip install --quiet --no-deps --editable .
+	@$(BIN)/pip install -qq --requirement requirements.lock
+	@$(BIN)/pip install -qq --no-deps --editable .
 	@touch $@

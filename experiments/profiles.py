@@ -41,8 +41,8 @@ _TINY_SPELL = TaskProfile(
         tokenizer=TokenizerSpec(kind="byte", phrases=_SPELL_PHRASES),
         shape=_TINY_SHAPE,
         warmup=WarmupSpec(
-            steps=240,
-            examples_per_step=64,
+            steps=270,
+            examples_per_step=48,
             learning_rate=2e-3,
             lr_warmup_steps=50,
             plain_share=0.04,

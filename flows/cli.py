@@ -160,12 +160,11 @@ def report(
     if as_json:
         typer.echo(json.dumps(cells_json(load_cells(matrix.store, planned)), indent=1, allow_nan=False))
         return
-    from reports.document import write_report
-    from reports.rows import load_bases
+    from reports.document import write_page
 
-    cells, bases = load_cells(matrix.store, planned), load_bases(matrix.store, planned)
     folder = matrix.folder(Path("results"), profile_is_declared=profile is None)
-    typer.echo(str(write_report(matrix.declared, cells, bases, matrix.facts(), folder=folder)))
+    page = write_page(matrix.declared, planned=planned, datasets=matrix.facts(), store=matrix.store, folder=folder)
+    typer.echo(str(page))
 
 
 @app.command()

@@ -14,6 +14,9 @@ from sdpo_core.specs import BaseSpec, CellSpec
 
 # Raise it when a change of code alters numbers under an unchanged spec; cells of another version are `stale`.
 NUMERICS_VERSION = 1
+# The same for base weights. Apart from the other, so that cells of an older numerics version are still known by their
+# base, and read `stale` instead of `missing`.
+WARMUP_VERSION = 1
 
 _HEX_DIGITS = 20
 
@@ -42,7 +45,7 @@ def file_digest(path: Path) -> str:
 
 def base_fingerprint(spec: BaseSpec, *, data_digests: Mapping[str, str]) -> str:
     """Fingerprint of base weights: the recipe and the data sets it is warmed up on (name to digest)."""
-    return digest({"base": spec.model_dump(mode="json"), "data": dict(data_digests), "numerics": NUMERICS_VERSION})
+    return digest({"base": spec.model_dump(mode="json"), "data": dict(data_digests), "warm-up": WARMUP_VERSION})
 
 
 def cell_fingerprint(

@@ -244,7 +244,7 @@ class ProfileSpec(Spec):
     dtype: Literal["float32"] = "float32"
     threads_per_worker: PositiveInt = 1
     cpus_per_cell: PositiveInt = 1
-    gpus_per_cell: int = Field(default=0, ge=0)
+    gpus_per_cell: int = Field(default=0, ge=0, le=2)
 
 
 class ExperimentSpec(Spec):

@@ -109,15 +109,16 @@ def _train(spec: BaseSpec, *, model: HfModel, text: ChatTokenizer, examples: Ite
     for step in range(warmup.steps):
         rows = [_row(next(examples), text=text) for _ in range(warmup.examples_per_step)]
         loss = _accumulate(model, rows)
-        torch.nn.utils.clip_grad_norm_(model.model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            raise CellError(
+                f"warm-up {spec.name}: got gradient norm {float(norm)} and loss {loss} at step {step + 1}, expected "
+                "finite numbers. Lower its learning rate."
+            )
         for group in optimizer.param_groups:
             group["lr"] = warmup.learning_rate * _schedule(step, warmup.steps, warmup.lr_warmup_steps)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if not loss < float("inf"):
-            raise CellError(
-                f"warm-up {spec.name}: got loss {loss} at step {step + 1}, expected a finite one. Lower its rate."
-            )
         losses.append(loss)
     return losses
 

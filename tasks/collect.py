@@ -9,7 +9,7 @@ from prefect.cache_policies import NO_CACHE
 
 from sdpo_core.errors import DataError
 from sdpo_core.journal import Store
-from tasks.tracking import TrackingError, project_cell, project_matrix
+from tasks.tracking import TrackedRun, TrackingError, project_cell, project_matrix
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ def send_summary(
     tracking_uri: str,
     experiment: str,
     profile: str,
-) -> bool:
-    """The matrix table and the page as one summary run; False when tracking is down."""
+) -> TrackedRun | None:
+    """The matrix table and the page as one summary run; None when tracking is down."""
+    tags = {"profile": profile}
     try:
-        project_matrix(experiment, tracking_uri=tracking_uri, table=table, files=files, tags={"profile": profile})
+        return project_matrix(experiment, tracking_uri=tracking_uri, table=table, files=files, tags=tags)
     except TrackingError as error:
         _log.warning("tracking: %s", error)
-        return False
-    return True
+        return None

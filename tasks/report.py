@@ -1,5 +1,6 @@
 """Task: finished records to the results page, beside it in MLflow and in Prefect."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -7,12 +8,15 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from reports.document import write_report
+from reports.document import write_page
 from reports.export import cells_json
-from reports.rows import CellRow, DatasetFacts, PlannedCell, load_bases, load_cells
+from reports.rows import CellRow, DatasetFacts, PlannedCell, load_cells
 from sdpo_core.journal import Store
 from sdpo_core.specs import ExperimentSpec
 from tasks.collect import send_summary
+from tasks.tracking import chart_url, compare_url
+
+_log = logging.getLogger(__name__)
 
 _TABLE_METRICS = (
     "test/accuracy",
@@ -28,19 +32,6 @@ _TABLE_METRICS = (
 )
 
 
-def write_page(
-    experiment: ExperimentSpec,
-    *,
-    planned: Sequence[PlannedCell],
-    datasets: Sequence[DatasetFacts],
-    store: Store,
-    folder: Path,
-) -> Path:
-    """Write the results page of `planned` into `folder`; its path."""
-    cells, bases = load_cells(store, planned), load_bases(store, planned)
-    return write_report(experiment, cells, bases, datasets, folder=folder)
-
-
 @task(name="report", task_run_name="report {experiment.name}", cache_policy=NO_CACHE)
 def report(
     experiment: ExperimentSpec,
@@ -54,13 +45,22 @@ def report(
     """The page on disk, as a summary run in MLflow, and as an artifact of the flow run."""
     store = Store(home)
     page = write_page(experiment, planned=planned, datasets=datasets, store=store, folder=folder)
-    send_summary(
-        _table(load_cells(store, planned)),
+    cells = load_cells(store, planned)
+    summary = send_summary(
+        _table(cells),
         files=sorted(path for path in folder.rglob("*") if path.is_file()),
         tracking_uri=tracking_uri,
         experiment=experiment.name,
         profile=experiment.profile,
     )
+    if summary is not None:
+        runs = [cell.run_id for cell in cells if cell.run_id is not None]
+        for what, url in (
+            ("charts", chart_url(tracking_uri, experiment_id=summary.experiment_id)),
+            ("compare", compare_url(tracking_uri, experiment_id=summary.experiment_id, run_ids=runs)),
+        ):
+            if url is not None:
+                _log.info("MLflow %s: %s", what, url)
     key = f"results-{experiment.name}".lower().replace("_", "-")
     create_markdown_artifact(key=key, markdown=page.read_text(encoding="utf-8"), description=str(page))
     return page
