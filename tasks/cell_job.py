@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from sdpo_core.actors.ray_workers import connect, ray_workers
+from sdpo_core.backends.base import WorkerFacts
 from sdpo_core.cell import Cell, Workers, require_splits
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Journal, Store, read_json, write_json
@@ -75,12 +76,14 @@ def _train(store: Store, journal: Journal, *, fingerprint: str, gpus: int) -> in
 def _run(store: Store, journal: Journal, *, spec: CellSpec, fingerprint: str, gpus: int) -> None:
     data = cell_data(store, spec.dataset)
     require_splits(data)
-    folder = store.bases / str(read_json(journal.spec_path)["base_fingerprint"]) / "model"
+    declared = read_json(journal.spec_path)
+    folder = store.bases / str(declared["base_fingerprint"]) / "model"
     text = ChatTokenizer.load(folder)
     connect()
     # Ray replaces the handler at connecting; the work since the last checkpoint is lost, as with a kill.
     signal.signal(signal.SIGTERM, _exit)
     with ray_workers(spec, folder=folder, gpus=gpus) as (student, teacher):
+        check_base_weights(student.facts(), expected=declared["base_digest"], folder=folder)
         Cell(
             spec,
             fingerprint=fingerprint,
@@ -93,6 +96,15 @@ def _run(store: Store, journal: Journal, *, spec: CellSpec, fingerprint: str, gp
             wall_time=time.time,
             environment=environment(threads=spec.threads_per_worker),
         ).run()
+
+
+def check_base_weights(student: WorkerFacts, *, expected: str, folder: Path) -> None:
+    """Raise CellError unless the student starts from the weights that the cell's fingerprint speaks of."""
+    if student.weights_sha256 != expected:
+        raise CellError(
+            f"base weights {folder}: got digest {student.weights_sha256}, expected {expected}. "
+            f"Delete {folder.parent} and run again: they are made anew."
+        )
 
 
 def _exit(signal_number: int, frame: FrameType | None) -> None:  # noqa: ARG001
