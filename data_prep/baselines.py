@@ -7,6 +7,7 @@ options are bare numbers and the best constant letter elsewhere, as a policy tha
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from sdpo_core.records import Problem
 
@@ -26,11 +27,9 @@ def baselines(task: str, *, problems: Mapping[str, Sequence[Problem]]) -> Baseli
     """The guess baselines of a task on dev and test; a task without a rule has none."""
     train = problems["train"]
     scored = {split: problems[split] for split in ("dev", "test")}
-    if task == "mcq":
-        return _mcq(train, scored=scored)
-    if task == "tool_call":
-        return _tool_call(train, scored=scored)
-    return Baselines(scores={}, choices={})
+    if task not in BASELINES:
+        return Baselines(scores={}, choices={})
+    return BASELINES[task](train, scored=scored)
 
 
 def _mcq(train: Sequence[Problem], *, scored: Mapping[str, Sequence[Problem]]) -> Baselines:
@@ -92,3 +91,16 @@ def _most_common(values: Sequence[str]) -> str | None:
     """The most frequent value; of equally frequent ones the first in order."""
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value)) if counts else None
+
+
+class Guess(Protocol):
+    """The guess baselines of one task."""
+
+    def __call__(self, train: Sequence[Problem], *, scored: Mapping[str, Sequence[Problem]]) -> Baselines: ...
+
+
+# By task; one that is not here has none.
+BASELINES: dict[str, Guess] = {
+    "mcq": _mcq,
+    "tool_call": _tool_call,
+}

@@ -9,7 +9,7 @@ from reports.statistics import Value
 from sdpo_core.errors import DataError
 from sdpo_core.journal import CellState, CellStatus, MetricRecord, Store, read_json
 from sdpo_core.metrics import METRICS, Trait
-from sdpo_core.specs import CellSpec, TeacherSpec
+from sdpo_core.specs import CellSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +67,10 @@ class CellRow:
     @property
     def traits(self) -> frozenset[Trait]:
         """What the arm promises to measure, read off its declaration."""
-        teacher = teacher_spec(self.spec)
+        teacher = self.spec.teacher
         if teacher is None:
             return frozenset({"any"})
-        return frozenset({"any", "distill"} if teacher.rate is None else {"any", "distill", "ema"})
+        return frozenset({"any", "distill"} if teacher.schedule == "static" else {"any", "distill", "ema"})
 
     @property
     def seconds(self) -> Value:
@@ -112,15 +112,9 @@ class BaseRow:
     test_format_rate: float
 
 
-def teacher_spec(spec: CellSpec) -> TeacherSpec | None:
-    """The declared teacher of a cell's algorithm, None for an algorithm without one."""
-    teacher = getattr(spec.algorithm, "teacher", None)
-    return teacher if isinstance(teacher, TeacherSpec) else None
-
-
 def teacher_text(spec: CellSpec) -> str | None:
     """How the page names the teacher: `static`, `live`, `EMA 0.05`; None without a teacher."""
-    teacher = teacher_spec(spec)
+    teacher = spec.teacher
     if teacher is None:
         return None
     return teacher.schedule if teacher.rate is None else f"{teacher.schedule.upper()} {teacher.rate:g}"

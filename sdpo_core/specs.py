@@ -188,6 +188,12 @@ class CellSpec(Spec):
     threads_per_worker: PositiveInt = 1
 
     @property
+    def teacher(self) -> TeacherSpec | None:
+        """The life of the teacher's weights; None for an arm without a teacher."""
+        teacher: TeacherSpec | None = getattr(self.algorithm, "teacher", None)
+        return teacher
+
+    @property
     def label(self) -> str:
         """`<data set>/<arm>/<seed>`: how messages name a cell."""
         return f"{self.dataset}/{self.arm}/{self.seed}"

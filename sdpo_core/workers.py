@@ -13,7 +13,7 @@ from sdpo_core.backends.table import backend
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.table import engine
-from sdpo_core.specs import CellSpec, SdpoSpec
+from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights
 from sdpo_core.teacher.schedule import commit_rate
 from sdpo_core.text import ChatTokenizer
@@ -61,9 +61,9 @@ class TeacherWorker:
 
     def __init__(self, spec: CellSpec, *, folder: Path, device: str) -> None:
         torch.set_num_threads(spec.threads_per_worker)
-        assert isinstance(spec.algorithm, SdpoSpec)
+        assert spec.teacher is not None
         self._scorer = backend(spec.backend).load_scorer(spec, folder=folder, device=device)
-        self._rate = commit_rate(spec.algorithm.teacher)
+        self._rate = commit_rate(spec.teacher)
 
     def tables(
         self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "_ k"]]

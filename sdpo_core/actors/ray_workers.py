@@ -19,7 +19,7 @@ from sdpo_core.backends.base import Objective, RowScores, TokenRow, TrainRow, Up
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
-from sdpo_core.specs import CellSpec, SdpoSpec
+from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights
 from sdpo_core.teacher.schedule import commit_rate
 from sdpo_core.workers import StudentWorker, TeacherWorker
@@ -131,17 +131,16 @@ def ray_workers(spec: CellSpec, *, folder: Path, gpus: int) -> Iterator[tuple[Re
 
     `gpus` (0, 1 or 2) is the cell's share: with 2, student and teacher have one each; with 1 they share it.
     """
-    has_teacher = isinstance(spec.algorithm, SdpoSpec)
-    share = gpus / (2 if has_teacher else 1)
+    share = gpus / (1 if spec.teacher is None else 2)
     options = {"num_cpus": 0, "num_gpus": min(1.0, share), "runtime_env": {"env_vars": _thread_environment(spec)}}
     device = "cuda" if gpus else "cpu"
     actors: list[Any] = []
     teacher = None
     try:
         actors.append(ray.remote(StudentWorker).options(**options).remote(spec, folder=folder, device=device))
-        if isinstance(spec.algorithm, SdpoSpec):
+        if spec.teacher is not None:
             actors.append(ray.remote(TeacherWorker).options(**options).remote(spec, folder=folder, device=device))
-            teacher = RemoteTeacher(actors[1], follows=commit_rate(spec.algorithm.teacher) is not None)
+            teacher = RemoteTeacher(actors[1], follows=commit_rate(spec.teacher) is not None)
         yield RemoteStudent(actors[0]), teacher
     finally:
         for actor in actors:

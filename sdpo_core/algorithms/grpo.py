@@ -45,10 +45,10 @@ class Grpo:
     def __init__(self, spec: GrpoSpec) -> None:
         self._spec = spec
 
-    def accepts(self, group: Group, *, tools: StepTools) -> bool:  # noqa: ARG002
+    def accepts(self, group: Group, *, tools: StepTools) -> bool:
         return True
 
-    def build(self, groups: Sequence[Group], *, num_rejected: int, tools: StepTools) -> Batch:  # noqa: ARG002
+    def build(self, groups: Sequence[Group], *, num_rejected: int, tools: StepTools) -> Batch:
         members = [member for group in groups for member in group.members]
         rows = [token_row(member) for member in members]
         scores = torch.tensor([[member.verdict.score for member in group.members] for group in groups])
@@ -77,8 +77,8 @@ class Grpo:
 
     def after_update(
         self,
-        updates: Sequence[UpdateStats],  # noqa: ARG002
+        updates: Sequence[UpdateStats],
         *,
-        tools: StepTools,  # noqa: ARG002
+        tools: StepTools,
     ) -> Mapping[str, float | None]:
         return {}
