@@ -281,7 +281,7 @@ class FakeTeacher:
         assert len(rows) == len(tables)
         return (self._spoil(tables[0]), *tables[1:])
 
-    def follow(self, student: HasWeights) -> bool:  # noqa: ARG002
+    def follow(self, student: HasWeights) -> bool:
         return False
 
     def save(self, folder: Path) -> None: ...
