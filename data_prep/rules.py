@@ -38,8 +38,10 @@ def apply_rules(candidates: Sequence[Candidate]) -> Outcome:
 def _without_repeats(candidates: Sequence[Candidate], *, quarantined: list[Quarantined]) -> list[Candidate]:
     first_with_content: dict[tuple[str, ...], str] = {}
     ids: set[str] = set()
-    unique = []
-    for item in candidates:
+    kept = []
+    # Test rows first: of a row on both sides of the split, training loses its copy.
+    for index in sorted(range(len(candidates)), key=lambda index: candidates[index].problem.split != "test"):
+        item = candidates[index]
         problem = item.problem
         # Within one side of the split; across it, the rule on groups decides.
         side = "test" if problem.split == "test" else "train"
@@ -51,8 +53,8 @@ def _without_repeats(candidates: Sequence[Candidate], *, quarantined: list[Quara
         else:
             first_with_content[content] = problem.id
             ids.add(problem.id)
-            unique.append(item)
-    return unique
+            kept.append(index)
+    return [candidates[index] for index in sorted(kept)]
 
 
 def _flag_contradictions(kept: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -50,3 +50,10 @@ def test_apply_rules_takes_only_training_rows_out_for_test():
 def test_apply_rules_refuses_a_second_row_of_one_id():
     outcome = apply_rules([_candidate(1, group="g"), _candidate(1, group="h")])
     assert _ids(outcome) == (["d/s/1"], [("1", "repeated_id")])
+
+
+def test_apply_rules_keeps_the_test_row_of_an_id_on_both_sides():
+    rows = [_candidate(1, group="g"), _candidate(2, group="i"), _candidate(1, group="h", split="test")]
+    outcome = apply_rules(rows)
+    assert _ids(outcome) == (["d/s/2", "d/s/1"], [("1", "repeated_id")])
+    assert [item.problem.split for item in outcome.kept] == ["train", "test"]
