@@ -84,8 +84,10 @@ def test_prepare_prints_the_damaged_rows_of_a_source_and_goes_on(sdpo: Sdpo, hom
     content = read_source(SourceFile(path="lasgroup-sdpo/tooluse/test.json", split="test"), home=home)
     assert content is not None
     rows = [line for line in content.lines[:10] if line is not None]
-    # An API that the test rows do not have, as training rows must.
-    rows = [line.replace(b"Axolotl", b"Newt") for line in rows]
+    # An API that the test rows do not have, and numbers of their own, as training rows must.
+    rows = [
+        json.dumps({**json.loads(line.replace(b"Axolotl", b"Newt")), "idx": n}).encode() for n, line in enumerate(rows)
+    ]
     source = home / "sources" / "toolalpaca" / "train.json"
     source.parent.mkdir(parents=True)
     source.write_bytes(b"\n".join((*rows, b'{"broken": ')))
@@ -93,7 +95,8 @@ def test_prepare_prints_the_damaged_rows_of_a_source_and_goes_on(sdpo: Sdpo, hom
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()[2:]
     assert "bad_json 1" in line
-    assert line.split()[:3] == ["toolalpaca", "79", "65"]
+    name, read, kept, train, dev, test = line.split()[:6]
+    assert (name, read, kept, int(train) + int(dev), test) == ("toolalpaca", "79", "75", 10, "65")
 
 
 def test_prepare_refuses_an_unknown_name(sdpo: Sdpo) -> None:
