@@ -191,7 +191,9 @@ def _run_and_kill(workshop: Workshop, arms: set[str]) -> dict[str, int]:
 
     A driver that has come that far is halted until the others have; arm to steps done.
     """
-    process = start("run", "e000", *SPELL, folder=workshop.folder, environment=workshop.environment)
+    # These arms alone: Ray starts waiting jobs in no fixed order, and another cell might end before theirs begin.
+    selection = (*SPELL, "--arms", ",".join(sorted(arms)))
+    process = start("run", "e000", *selection, folder=workshop.folder, environment=workshop.environment)
     halted: dict[str, int] = {}
     deadline = time.monotonic() + 150
     try:
