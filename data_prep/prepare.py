@@ -66,7 +66,7 @@ def _collect(name: str, *, entry: DatasetEntry, contents: Sequence[SourceContent
 def _raw_rows(name: str, *, entry: DatasetEntry, content: SourceContent) -> Iterator[RawRow]:
     path = content.to_json()["path"]
     for number, line in enumerate(content.lines, start=1):
-        if line is not None:
+        if line is not None and entry.policy.is_eligible(line):
             origin = Origin(
                 dataset=name,
                 domain=entry.domain,

@@ -46,6 +46,10 @@ class GivenSplits:
 
     dev_percent: int = 10
 
+    def is_eligible(self, line: bytes) -> bool:
+        """Every line is a row."""
+        return True
+
     def order(self, rows: Sequence[RawRow]) -> Sequence[RawRow]:
         """Rows as they stand."""
         return rows
@@ -70,11 +74,13 @@ class DrawnSplits:
     sizes: Mapping[Split, int]
     eligible: str
 
+    def is_eligible(self, line: bytes) -> bool:
+        """The line matches `eligible`; asked before a row is made of it, since most lines of a word list do not."""
+        return re.fullmatch(self.eligible, line.decode("utf-8", errors="replace")) is not None
+
     def order(self, rows: Sequence[RawRow]) -> Sequence[RawRow]:
-        """Eligible rows in the order of their SHA-256."""
-        pattern = re.compile(self.eligible)
-        fitting = [row for row in rows if pattern.fullmatch(row.line.decode("utf-8", errors="replace"))]
-        return sorted(fitting, key=lambda row: hashlib.sha256(row.line).digest())
+        """Rows in the order of their SHA-256."""
+        return sorted(rows, key=lambda row: hashlib.sha256(row.line).digest())
 
     def assign(self, candidates: Iterable[Candidate | Quarantined]) -> Iterator[Candidate | Quarantined]:
         """Fill the splits and stop; rejected rows take no place."""
