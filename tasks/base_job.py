@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +29,7 @@ from sdpo_core.specs import BaseSpec, ProbeSpec
 from sdpo_core.text import ChatTokenizer
 from sdpo_core.warmup import warm_up
 from tasks.cell_data import grade_at, split
+from tasks.failure import unexpected, write_failure
 
 _log = logging.getLogger(__name__)
 _PROBE_TOKENS = 16384
@@ -57,20 +57,12 @@ def main(arguments: list[str]) -> int:
             for declared_probe in declared["probes"]:
                 _probe(store, ProbeSpec.model_validate(declared_probe), folder=folder)
     except (CellError, DataError, SpecError) as error:
-        _fail(error_path, str(error), label=f"base {spec.name}")
+        write_failure(error_path, str(error), label=f"base {spec.name}")
         return 1
     except Exception as error:
-        why = (str(error).splitlines() or ["no message"])[0]
-        _fail(error_path, f"got {type(error).__name__}: {why}.", label=f"base {spec.name}")
+        write_failure(error_path, unexpected(error), label=f"base {spec.name}")
         raise
     return 0
-
-
-def _fail(path: Path, message: str, *, label: str) -> None:
-    # Some messages open with the label already.
-    line = f"{label}: {message.removeprefix(f'{label}: ')}"
-    _log.error("%s", line)
-    write_json(path, {"error": line, "time": time.time()})
 
 
 def _make(store: Store, spec: BaseSpec, *, folder: Path, fingerprint: str) -> None:

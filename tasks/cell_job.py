@@ -18,10 +18,11 @@ from sdpo_core.actors.ray_workers import connect, ray_workers
 from sdpo_core.backends.base import WorkerFacts
 from sdpo_core.cell import Cell, Workers, require_splits
 from sdpo_core.errors import CellError, DataError, SpecError
-from sdpo_core.journal import Journal, Store, read_json, write_json
+from sdpo_core.journal import Journal, Store, read_json
 from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
 from tasks.cell_data import cell_data, environment, grade_at
+from tasks.failure import unexpected, write_failure
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
@@ -56,16 +57,15 @@ def _train(store: Store, journal: Journal, *, fingerprint: str, gpus: int) -> in
     if journal.result_path.exists():
         return 0
     journal.error_path.unlink(missing_ok=True)
-    label = f"cell {fingerprint}"
+    label, log = f"cell {fingerprint}", f" Log: {journal.folder / 'log.txt'}"
     try:
         spec = journal.read_spec()
         label = spec.label
         _run(store, journal, spec=spec, fingerprint=fingerprint, gpus=gpus)
     except (CellError, DataError, SpecError) as error:
-        _fail(journal, str(error), label=label)
+        write_failure(journal.error_path, str(error), label=label, advice=log)
     except Exception as error:
-        why = (str(error).splitlines() or ["no message"])[0]
-        _fail(journal, f"got {type(error).__name__}: {why}.", label=label)
+        write_failure(journal.error_path, unexpected(error), label=label, advice=log)
         _log.exception("unexpected failure")
         raise
     else:
@@ -109,13 +109,6 @@ def check_base_weights(student: WorkerFacts, *, expected: str, folder: Path) -> 
 
 def _exit(signal_number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     raise SystemExit(128 + signal_number)
-
-
-def _fail(journal: Journal, message: str, *, label: str) -> None:
-    # What comes from the cell itself opens with its label already.
-    line = f"{label}: {message.removeprefix(f'{label}: ')} Log: {journal.folder / 'log.txt'}"
-    _log.error("%s", line)
-    write_json(journal.error_path, {"error": line, "time": time.time()})
 
 
 if __name__ == "__main__":
