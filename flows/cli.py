@@ -23,7 +23,7 @@ from flows.launch import program, quiet_environment
 from flows.matrix import Matrix, load_matrix
 from flows.services import ServiceRecord, private
 from reports.export import cells_json
-from reports.rows import load_cells
+from reports.rows import load_bases, load_cells
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Journal, Store
 
@@ -157,14 +157,15 @@ def report(
     """Write the results page from finished records."""
     matrix = load_matrix(experiment, Selection(profile=profile), home=home_folder())
     planned = matrix.page_cells()
+    cells = load_cells(matrix.store, planned)
     if as_json:
-        typer.echo(json.dumps(cells_json(load_cells(matrix.store, planned)), indent=1, allow_nan=False))
+        typer.echo(json.dumps(cells_json(cells), indent=1, allow_nan=False))
         return
-    from reports.document import write_page
+    from reports.document import write_report
 
     folder = matrix.folder(Path("results"), profile_is_declared=profile is None)
-    page = write_page(matrix.declared, planned=planned, datasets=matrix.facts(), store=matrix.store, folder=folder)
-    typer.echo(str(page))
+    bases = load_bases(matrix.store, planned)
+    typer.echo(str(write_report(matrix.declared, cells, bases, matrix.facts(), folder=folder)))
 
 
 @app.command()

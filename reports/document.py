@@ -11,7 +11,7 @@ from pathlib import Path
 from reports.export import cells_csv, cells_json
 from reports.figures import draw, planned_figures
 from reports.page import Page
-from reports.rows import BaseRow, CellRow, DatasetFacts, PlannedCell, load_bases, load_cells
+from reports.rows import BaseRow, CellRow, DatasetFacts
 from reports.sections import (
     arms,
     base_model,
@@ -25,7 +25,6 @@ from reports.sections import (
     training,
 )
 from sdpo_core.errors import DataError
-from sdpo_core.journal import Store
 from sdpo_core.specs import ExperimentSpec
 
 SECTIONS = (
@@ -40,19 +39,6 @@ SECTIONS = (
     cost.render,
     provenance.render,
 )
-
-
-def write_page(
-    experiment: ExperimentSpec,
-    *,
-    planned: Sequence[PlannedCell],
-    datasets: Sequence[DatasetFacts],
-    store: Store,
-    folder: Path,
-) -> Path:
-    """`write_report` of what the store holds of `planned`."""
-    cells, bases = load_cells(store, planned), load_bases(store, planned)
-    return write_report(experiment, cells, bases, datasets, folder=folder)
 
 
 def write_report(

@@ -8,9 +8,9 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from reports.document import write_page
+from reports.document import write_report
 from reports.export import cells_json
-from reports.rows import CellRow, DatasetFacts, PlannedCell, load_cells
+from reports.rows import CellRow, DatasetFacts, PlannedCell, load_bases, load_cells
 from sdpo_core.journal import Store
 from sdpo_core.specs import ExperimentSpec
 from tasks.collect import send_summary
@@ -44,8 +44,8 @@ def report(
 ) -> Path:
     """The page on disk, as a summary run in MLflow, and as an artifact of the flow run."""
     store = Store(home)
-    page = write_page(experiment, planned=planned, datasets=datasets, store=store, folder=folder)
     cells = load_cells(store, planned)
+    page = write_report(experiment, cells, load_bases(store, planned), datasets, folder=folder)
     summary = send_summary(
         _table(cells),
         files=sorted(path for path in folder.rglob("*") if path.is_file()),
