@@ -10,6 +10,7 @@ from sdpo_core.errors import DataError
 from sdpo_core.journal import CellState, CellStatus, MetricRecord, Store, read_json
 from sdpo_core.metrics import METRICS, Trait
 from sdpo_core.specs import CellSpec
+from sdpo_core.teacher.schedule import commit_rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,7 @@ class CellRow:
         teacher = self.spec.teacher
         if teacher is None:
             return frozenset({"any"})
-        return frozenset({"any", "distill"} if teacher.schedule == "static" else {"any", "distill", "ema"})
+        return frozenset({"any", "distill"} if commit_rate(teacher) is None else {"any", "distill", "ema"})
 
     @property
     def seconds(self) -> Value:

@@ -68,8 +68,12 @@ class ChatTokenizer:
         turns = [{"role": turn.role, "content": self.neutralise(turn.content)} for turn in messages]
         return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
+    def rendered_ids(self, rendered: str) -> tuple[int, ...]:
+        """Ids of what `render` returned."""
+        return self._ids(rendered)
+
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self._ids(self.render(messages))
+        return self.rendered_ids(self.render(messages))
 
     def response_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a supervised response: neutralised text and the end token."""

@@ -24,6 +24,7 @@ from sdpo_core.records import Group
 from sdpo_core.specs import SdpoSpec
 from sdpo_core.teacher.base import Teacher
 from sdpo_core.teacher.context import TeacherContext, route, teacher_messages
+from sdpo_core.teacher.schedule import commit_rate
 
 # Sums over tokens that become means: metric name to the sum's name in `TokenLosses`.
 _TOKEN_MEANS = {
@@ -81,7 +82,7 @@ class Sdpo:
     def __init__(self, spec: SdpoSpec) -> None:
         self._spec = spec
         self.traits: frozenset[Trait] = frozenset(
-            {"distill"} if spec.teacher.schedule == "static" else {"distill", "ema"}
+            {"distill"} if commit_rate(spec.teacher) is None else {"distill", "ema"}
         )
 
     def accepts(self, group: Group, *, tools: StepTools) -> bool:
@@ -155,8 +156,8 @@ class Sdpo:
                 if context is None:
                     self._refuse_if_error(group, member=m, why="neither a successful sibling nor feedback")
                     continue
-                messages = teacher_messages(group.problem, context)
-                prompt_ids = tools.text.prompt_ids(messages)
+                prompt = tools.text.render(teacher_messages(group.problem, context))
+                prompt_ids = tools.text.rendered_ids(prompt)
                 if len(prompt_ids) > limit:
                     # Cutting would lose the frame or the demonstration; the rollout counts as without context.
                     self._refuse_if_error(
@@ -169,7 +170,7 @@ class Sdpo:
                         group=g,
                         member=m,
                         context=context,
-                        prompt=tools.text.render(messages),
+                        prompt=prompt,
                         student_row=student_row,
                         teacher_row=TokenRow(prompt_ids=prompt_ids, response_ids=student_row.response_ids),
                     )

@@ -116,8 +116,7 @@ class HfPolicy:
         scores: dict[int, RowScores] = {}
         for batch in microbatches(rows, max_tokens=self._max_tokens):
             logits = response_logits(self.model, [rows[index] for index in batch])
-            own = torch.tensor([token for index in batch for token in rows[index].response_ids], device=logits.device)
-            logps = bucket_logps_of_logits(logits, own[:, None], temperature=self._temperature)[:, 0].cpu().numpy()
+            logps = self._own_logps(logits, [rows[index] for index in batch]).cpu().numpy()
             ids = top_ids(logits, k=top_k).cpu().numpy() if top_k else np.zeros((len(logps), 0), dtype=np.int64)
             cuts = np.cumsum([len(rows[index].response_ids) for index in batch])[:-1]
             for index, row_logps, row_ids in zip(batch, np.split(logps, cuts), np.split(ids, cuts), strict=True):
@@ -168,8 +167,7 @@ class HfPolicy:
                 )
             return torch.tensor(np.concatenate(present), device=logits.device) if present else None
 
-        own = torch.tensor([token for row in rows for token in row.row.response_ids], device=logits.device)
-        logp = bucket_logps_of_logits(logits, own[:, None], temperature=self._temperature)[:, 0]
+        logp = self._own_logps(logits, [row.row for row in rows])
         old = table([row.old_logps for row in rows])
         ids = table([row.support_ids for row in rows])
         return TokenBatch(
@@ -179,6 +177,11 @@ class HfPolicy:
             student_logp=None if ids is None else bucket_logps_of_logits(logits, ids, temperature=self._temperature),
             teacher_logp=table([row.teacher_logps for row in rows]),
         )
+
+    def _own_logps(self, logits: Float[Tensor, "token vocab"], rows: Sequence[TokenRow]) -> Float[Tensor, " token"]:
+        """Log-probabilities of the responses' own tokens."""
+        own = torch.tensor([token for row in rows for token in row.response_ids], device=logits.device)
+        return bucket_logps_of_logits(logits, own[:, None], temperature=self._temperature)[:, 0]
 
     def weights(self) -> dict[str, Tensor]:
         return self.model.weights()
