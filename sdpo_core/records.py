@@ -26,7 +26,7 @@ class Problem:
     """One task: prompt messages, reference, metadata. The canonical row of `docs/data.md`.
 
     `reference` is what the grader of `task` needs; it never enters a student prompt. `group_key` names the
-    rows that must stay on one side of a split.
+    rows that must stay on one side of a split. `privileged`: a right response in words, which only a teacher may read.
     """
 
     id: str
@@ -41,13 +41,15 @@ class Problem:
     source: Mapping[str, Any]
     details: Mapping[str, Any]
     flags: tuple[str, ...] = ()
+    privileged: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The canonical JSON row."""
+        """The canonical JSON row; `privileged` only where there is one."""
         return {
             "id": self.id,
             "prompt": [{"role": turn.role, "content": turn.content} for turn in self.prompt],
             "label": self.label,
+            **({} if self.privileged is None else {"privileged": self.privileged}),
             "metadata": {
                 "dataset": self.dataset,
                 "task": self.task,
@@ -66,9 +68,14 @@ class Problem:
         """Read a canonical row; `where` (file and line) opens the message of a broken one."""
         try:
             metadata = row["metadata"]
+            place = f"{where}: {row['id']}"
+            privileged = row.get("privileged")
             return cls(
                 id=row["id"],
-                prompt=tuple(Message(role=turn["role"], content=turn["content"]) for turn in row["prompt"]),
+                prompt=tuple(
+                    Message(role=turn["role"], content=plain_text(turn["content"], where=place))
+                    for turn in row["prompt"]
+                ),
                 label=row["label"],
                 dataset=metadata["dataset"],
                 task=metadata["task"],
@@ -79,6 +86,7 @@ class Problem:
                 source=metadata["source"],
                 details=metadata["details"],
                 flags=tuple(metadata["flags"]),
+                privileged=None if privileged is None else plain_text(privileged, where=f"{place}: privileged"),
             )
         except (KeyError, TypeError) as error:
             raise DataError(
@@ -157,6 +165,20 @@ class WarmupExample:
     response: str
     demonstration: str | None = None
     feedback: str | None = None
+
+
+def plain_text(content: object, *, where: str) -> str:
+    """`content`, which is text; DataError that names the kinds of its parts where it is anything else."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else [content]
+    kinds = dict.fromkeys(
+        str(part.get("type", "object")) if isinstance(part, Mapping) else type(part).__name__ for part in parts
+    )
+    raise DataError(
+        f"{where}: got content with parts of kind {', '.join(kinds) or 'none at all'}, expected plain text. Only text "
+        "can be scored: leave such problems out."
+    )
 
 
 def read_problems(path: Path) -> tuple[Problem, ...]:

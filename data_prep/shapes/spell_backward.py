@@ -35,6 +35,8 @@ def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
         reference={"answer": answer, "word": word},
         source=origin.to_json(idx=origin.line - 1, shape=SHAPE.name),
         details={"num_letters": len(word)},
+        # As the grader wants a response, and as the warm-up shows a demonstration: the bare word.
+        privileged=answer,
     )
 
 
