@@ -1,15 +1,17 @@
-"""Divergence of the student's table from the teacher's, and the part of it that the tail carries.
+"""Divergence of the student's table from the teacher's, whole or over the support alone, and the tail's part of it.
 
-Source: notation.md, "Divergence". Tables come from `support.bucket_logps`, on the same ids and temperature.
+Source: notation.md, "Divergence" and "Truncation". Both tables are on the same ids and temperature, the tail last.
 """
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from sdpo_core.algorithm_specs import Truncation
 from sdpo_core.errors import DataError, SpecError
+from sdpo_core.objectives.inputs import check_finite
 
 # Stands for log 0 inside the arithmetic: finite, so that 0 * log 0 is 0 and not NaN, and so low that its exponential
 # is exactly 0 in float64 (below -746).
@@ -50,16 +52,93 @@ def bucket_divergence(
         SpecError: alpha out of range.
         DataError: NaN, a row without mass 1, or an infinite KL (a cell that is empty on one side only).
     """
-    _check(student_logp, teacher_logp, alpha=alpha)
-    terms = _cell_terms(student_logp.double(), teacher_logp.detach().double(), alpha=alpha)
+    return support_divergence(student_logp, teacher_logp, alpha=alpha, truncation="tail")
+
+
+def support_divergence(
+    student_logp: Float[Tensor, "token cell"],
+    teacher_logp: Float[Tensor, "token cell"],
+    *,
+    alpha: float,
+    truncation: Truncation,
+    entry_clip: float | None = None,
+) -> Float[Tensor, " token"]:
+    """Divergence of each token in nats over the cells that `truncation` leaves; the gradient reaches the student only.
+
+    "tail": all cells, `bucket_divergence`. "renormalised": both sides divided by their mass on the K ids; says nothing
+    about that mass. "bregman": the Bregman terms of the K ids; at least 0, and least where p = q on the ids, while a
+    plain sum of p log(p/q) over the ids is least at p = q/e. No truncation is negative.
+
+    A cell that is empty (-inf) on both sides, such as the padding of a ragged row, gives value 0 and gradient 0.
+
+    Args:
+        student_logp: [token, cell] log-probabilities in nats that sum to mass 1, the tail last; -inf is an empty cell.
+        teacher_logp: [token, cell] the same for the teacher.
+        alpha: in [0, 1].
+        truncation: what becomes of the tail.
+        entry_clip: bound of each cell's Bregman term before the sum; a cell above it gives no gradient of its own.
+
+    Raises:
+        SpecError: alpha or entry_clip out of range.
+        DataError: NaN, a row without mass 1, an infinite KL (a cell that is empty on one side only), or ids that one
+            side alone leaves without any mass.
+    """
+    _check_alpha(alpha)
+    if entry_clip is not None and not entry_clip > 0.0:
+        raise SpecError(f"support_divergence: got entry_clip {entry_clip}, expected a positive number, or None.")
+    _check_mass(student_logp, teacher_logp)
+    student, teacher = student_logp.double(), teacher_logp.detach().double()
+    if truncation != "tail":
+        student, teacher = student[:, :-1], teacher[:, :-1]
+    if truncation == "renormalised":
+        _check_both_have_mass(student, teacher)
+        student, teacher = _renormalised(student), _renormalised(teacher)
+    _check_finite_kl(student, teacher, alpha=alpha)
+    terms = _cell_terms(student, teacher, alpha=alpha)
+    if entry_clip is not None:
+        terms = terms.clamp(max=entry_clip)
     return terms.sum(dim=1).to(student_logp.dtype)
+
+
+def token_clip_weight(divergence: Float[Tensor, " token"], *, limit: float) -> Float[Tensor, " token"]:
+    """min(1, limit / D) of each token, without gradient: a token of large divergence counts less, but still counts.
+
+    Weight times D is held at `limit`, and the gradient keeps its direction; clipping D itself would drop it. Below 1
+    exactly where D exceeds the limit, so `weight < 1` counts the clipped tokens.
+
+    Raises:
+        SpecError: limit is not positive.
+        DataError: a divergence is not finite.
+    """
+    if not limit > 0.0:
+        raise SpecError(f"token_clip_weight: got limit {limit}, expected a positive number.")
+    check_finite({"divergence": divergence}, where="token_clip_weight")
+    # Divided this way round: limit / D is taken as limit times 1/D, which need not be 1 where they are equal.
+    return (divergence.detach() / limit).clamp(min=1.0).reciprocal()
+
+
+def topk_overlap(a: Int[Tensor, "token k"], b: Int[Tensor, "token k"]) -> Float[Tensor, " token"]:
+    """Share of the k ids that both rows hold, in any order, in [0, 1].
+
+    Raises:
+        DataError: k is 0, an id is negative, or stands twice in one row.
+    """
+    if a.shape[1] < 1:
+        raise DataError("topk_overlap: got 0 ids a token, expected at least 1.")
+    for ids in (a, b):
+        if (ids < 0).any() or _num_repeats(ids).any():
+            raise DataError("topk_overlap: got a negative id or one twice in one row, expected the ids of top_ids.")
+    # Within a row ids are distinct, so in the two rows together a repeat is an id of both.
+    return _num_repeats(torch.cat([a, b], dim=1)) / a.shape[1]
 
 
 def tail_share(
     student_logp: Float[Tensor, "token cell"], teacher_logp: Float[Tensor, "token cell"], *, alpha: float
 ) -> TailShare:
     """What the last cell carries of `bucket_divergence`, and the whole, summed over the tokens in float64."""
-    _check(student_logp, teacher_logp, alpha=alpha)
+    _check_alpha(alpha)
+    _check_mass(student_logp, teacher_logp)
+    _check_finite_kl(student_logp, teacher_logp, alpha=alpha)
     terms = _cell_terms(student_logp.detach().double(), teacher_logp.detach().double(), alpha=alpha)
     # Rounding leaves up to -1e-16 in a cell where the two sides are equal.
     terms = terms.clamp(min=0.0)
@@ -88,11 +167,25 @@ def _cell_terms(
     return -(1.0 - alpha) * p * m_over_p - alpha * q * m_over_q
 
 
-def _check(
-    student_logp: Float[Tensor, "token cell"], teacher_logp: Float[Tensor, "token cell"], *, alpha: float
-) -> None:
+def _renormalised(logp: Float[Tensor, "token k"]) -> Float[Tensor, "token k"]:
+    """Log-probabilities within the cells, -inf staying -inf with gradient 0; a row of nothing but padding stays so."""
+    is_empty = logp.detach() == -torch.inf
+    is_void = is_empty.all(dim=1, keepdim=True)
+    # log-softmax of nothing is NaN: such rows get a filler first and lose it afterwards.
+    return logp.masked_fill(is_void, 0.0).log_softmax(dim=1).masked_fill(is_empty, -torch.inf)
+
+
+def _num_repeats(ids: Int[Tensor, "token k"]) -> Int[Tensor, " token"]:
+    ordered = ids.sort(dim=1).values
+    return (ordered[:, 1:] == ordered[:, :-1]).sum(dim=1)
+
+
+def _check_alpha(alpha: float) -> None:
     if not 0.0 <= alpha <= 1.0:
-        raise SpecError(f"bucket_divergence: got alpha {alpha}, expected 0 to 1.")
+        raise SpecError(f"divergence: got alpha {alpha}, expected 0 to 1.")
+
+
+def _check_mass(student_logp: Float[Tensor, "token cell"], teacher_logp: Float[Tensor, "token cell"]) -> None:
     for side, table in (("student", student_logp), ("teacher", teacher_logp)):
         mass = table.detach().exp().sum(dim=1)
         # Written so that NaN fails too.
@@ -100,15 +193,31 @@ def _check(
         if not is_whole.all():
             row = int((~is_whole).nonzero()[0])
             raise DataError(
-                f"bucket_divergence: got mass {float(mass[row]):.6f} in {side} row {row}, expected 1. "
+                f"divergence: got mass {float(mass[row]):.6f} in {side} row {row}, expected 1. "
                 "Pass full-vocabulary log-probabilities with the tail, of response tokens only."
             )
-    if alpha in (0.0, 1.0):
-        weighing, other = (teacher_logp, student_logp) if alpha == 0.0 else (student_logp, teacher_logp)
-        is_infinite = (weighing != -torch.inf) & (other == -torch.inf)
-        if is_infinite.any():
-            row, cell = (int(place) for place in is_infinite.nonzero()[0])
-            raise DataError(
-                f"bucket_divergence: got an infinite KL at alpha {alpha} in row {row}, cell {cell}, expected no cell "
-                "that is empty on one side only. Check that both sides exclude the same columns."
-            )
+
+
+def _check_both_have_mass(student_logp: Float[Tensor, "token k"], teacher_logp: Float[Tensor, "token k"]) -> None:
+    is_void, is_other_void = ((logp == -torch.inf).all(dim=1) for logp in (student_logp, teacher_logp))
+    if (is_void != is_other_void).any():
+        row = int((is_void != is_other_void).nonzero()[0])
+        raise DataError(
+            f"divergence: got no mass on the ids of row {row} from the {'student' if is_void[row] else 'teacher'} "
+            "alone, expected some to renormalise. Check that both sides exclude the same columns."
+        )
+
+
+def _check_finite_kl(
+    student_logp: Float[Tensor, "token cell"], teacher_logp: Float[Tensor, "token cell"], *, alpha: float
+) -> None:
+    if 0.0 < alpha < 1.0:
+        return
+    weighing, other = (teacher_logp, student_logp) if alpha == 0.0 else (student_logp, teacher_logp)
+    is_infinite = (weighing != -torch.inf) & (other == -torch.inf)
+    if is_infinite.any():
+        row, cell = (int(place) for place in is_infinite.nonzero()[0])
+        raise DataError(
+            f"divergence: got an infinite KL at alpha {alpha} in row {row}, cell {cell}, expected no cell that is "
+            "empty on one side only. Check that both sides exclude the same columns."
+        )

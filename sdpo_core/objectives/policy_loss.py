@@ -1,12 +1,14 @@
-"""Clipped policy loss of a token, and the importance weight of a token whose weights have moved on."""
+"""Policy losses of a token by its own ratio, and the importance weight of a token whose weights have moved on.
 
-from collections.abc import Mapping
+Source: notation.md, "Policy loss". Losses by the ratio of the whole sequence: `sequence_policy.py`.
+"""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sdpo_core.errors import DataError, SpecError
+from sdpo_core.errors import SpecError
+from sdpo_core.objectives.inputs import check_finite
 
 # Bound of the log-ratio before its exponential: e^20 is finite in float32 and bfloat16, and far outside every clip.
 LOG_RATIO_BOUND = 20.0
@@ -44,13 +46,57 @@ def clipped_policy_loss(
         )
     if dual_clip is not None and not dual_clip > 1.0:
         raise SpecError(f"clipped_policy_loss: got dual_clip {dual_clip}, expected above 1, or None for no cap.")
-    _check_finite({"logp": logp, "old_logp": old_logp, "advantage": advantage}, where="clipped_policy_loss")
+    check_finite({"logp": logp, "old_logp": old_logp, "advantage": advantage}, where="clipped_policy_loss")
     gain = advantage.detach()
-    ratio = _log_ratio(logp, old_logp).exp()
+    ratio = log_ratio(logp, old_logp).exp()
     loss = torch.maximum(-gain * ratio, -gain * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
     if dual_clip is None:
         return loss
     return torch.where(gain < 0, torch.minimum(loss, -gain * dual_clip), loss)
+
+
+def soft_gate_policy_loss(
+    logp: Float[Tensor, " token"],
+    old_logp: Float[Tensor, " token"],
+    advantage: Float[Tensor, " token"],
+    *,
+    sign_of: Float[Tensor, " token"],
+    temperature_positive: float,
+    temperature_negative: float,
+) -> Float[Tensor, " token"]:
+    """SAPO's surrogate of each token: -A f(u), a sigmoid gate in the place of the clip.
+
+    f(u) = (4 / tau) sigmoid(tau (u - 1)) has slope 1 at u = 1 and falls off smoothly on both sides, faster for a larger
+    tau; tau is `temperature_positive` where `sign_of` is above 0. The gradient is -A u f'(u), with f'(u) =
+    4 s (1 - s), s the sigmoid; it reaches `logp` only. Source: notation.md, "Policy loss".
+
+    Args:
+        logp: [token] student log-probability of the sampled token, in nats.
+        old_logp: [token] the same under the weights before the step's first update.
+        advantage: [token] what the token is pushed by, with every added term.
+        sign_of: [token] the task's advantage: a term added to `advantage` must not move tokens of one response from
+            one temperature to the other.
+        temperature_positive: above 0.
+        temperature_negative: above 0.
+
+    Raises:
+        SpecError: a temperature is not positive.
+        DataError: an input is not finite.
+    """
+    if not (temperature_positive > 0.0 and temperature_negative > 0.0):
+        raise SpecError(
+            f"soft_gate_policy_loss: got temperatures {temperature_positive} and {temperature_negative}, "
+            "expected positive numbers."
+        )
+    check_finite(
+        {"logp": logp, "old_logp": old_logp, "advantage": advantage, "sign_of": sign_of}, where="soft_gate_policy_loss"
+    )
+    excess = log_ratio(logp, old_logp).exp() - 1.0
+    temperature = torch.full_like(logp, temperature_negative).masked_fill(sign_of > 0, temperature_positive)
+    at = temperature * excess
+    # A sigmoid near 1 has its slope s (1 - s) from the rounding of 1 - s.
+    gate = torch.where(at > 0, 1.0 - torch.sigmoid(-at), torch.sigmoid(at))
+    return -advantage.detach() * 4.0 / temperature * gate
 
 
 def importance_weight(
@@ -64,20 +110,10 @@ def importance_weight(
     """
     if not cap > 0.0:
         raise SpecError(f"importance_weight: got cap {cap}, expected a positive number.")
-    _check_finite({"logp": logp, "old_logp": old_logp}, where="importance_weight")
-    return _log_ratio(logp.detach(), old_logp).exp().clamp(max=cap)
+    check_finite({"logp": logp, "old_logp": old_logp}, where="importance_weight")
+    return log_ratio(logp.detach(), old_logp).exp().clamp(max=cap)
 
 
-def _log_ratio(logp: Float[Tensor, " token"], old_logp: Float[Tensor, " token"]) -> Float[Tensor, " token"]:
+def log_ratio(logp: Float[Tensor, " token"], old_logp: Float[Tensor, " token"]) -> Float[Tensor, " token"]:
+    """log(p / p_old) of each token, held within 20; where it is held the gradient is 0."""
     return (logp - old_logp.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
-def _check_finite(values: Mapping[str, Float[Tensor, " token"]], *, where: str) -> None:
-    for name, value in values.items():
-        is_finite = torch.isfinite(value.detach())
-        if not is_finite.all():
-            row = int((~is_finite).nonzero()[0])
-            raise DataError(
-                f"{where}: got {name} {float(value.detach()[row])} at token {row}, expected a finite number. "
-                "Pass response tokens only; if this is one, look for the step where the weights diverged."
-            )

@@ -89,3 +89,53 @@ def bregman_terms(student: Sequence[float], teacher: Sequence[float], *, alpha: 
         return [term(p, q) for p, q in pairs]
     mixed = [(p, q, (1 - alpha) * p + alpha * q) for p, q in pairs]
     return [(1 - alpha) * term(p, m) + alpha * term(q, m) for p, q, m in mixed]
+
+
+def kept_masses(masses: Sequence[float], *, truncation: str) -> list[float]:
+    """What a truncation leaves of a row, the tail last: all cells, the ids over their sum, or the ids as they are."""
+    if truncation == "tail":
+        return list(masses)
+    total = math.fsum(masses[:-1])
+    if truncation == "renormalised" and total > 0:
+        return [mass / total for mass in masses[:-1]]
+    return list(masses[:-1])
+
+
+def support_divergence(
+    student: Sequence[float],
+    teacher: Sequence[float],
+    *,
+    alpha: float,
+    truncation: str,
+    entry_clip: float | None = None,
+) -> float:
+    """Sum of the kept cells' non-negative parts, each at most the clip."""
+    p, q = (kept_masses(masses, truncation=truncation) for masses in (student, teacher))
+    highest = math.inf if entry_clip is None else entry_clip
+    return math.fsum(min(term, highest) for term in bregman_terms(p, q, alpha=alpha))
+
+
+def support_divergence_gradient(
+    student: Sequence[float],
+    teacher: Sequence[float],
+    *,
+    alpha: float,
+    truncation: str,
+    entry_clip: float | None = None,
+) -> list[float]:
+    """d support_divergence / d log p of each cell, by hand: no gradient from a clipped cell, none for a dropped one."""
+
+    def slope(p: float, q: float) -> float:
+        if alpha == 0:
+            return p - q
+        other = q if alpha == 1 else (1 - alpha) * p + alpha * q
+        return (1 if alpha == 1 else 1 - alpha) * p * math.log(p / other) if p > 0 else 0.0
+
+    p, q = (kept_masses(masses, truncation=truncation) for masses in (student, teacher))
+    highest = math.inf if entry_clip is None else entry_clip
+    terms = bregman_terms(p, q, alpha=alpha)
+    slopes = [slope(a, b) if term <= highest else 0.0 for a, b, term in zip(p, q, terms, strict=True)]
+    if truncation == "renormalised":
+        total = math.fsum(slopes)
+        slopes = [part - mass * total for part, mass in zip(slopes, p, strict=True)]
+    return slopes if truncation == "tail" else [*slopes, 0.0]

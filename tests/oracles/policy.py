@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 
@@ -46,3 +47,49 @@ def mean_loss(losses: Sequence[Sequence[float]], active: Sequence[bool], *, by_s
     if by_sequence:
         return sum((sum(row, Fraction(0)) / len(row) for row in kept), Fraction(0)) / len(kept)
     return sum((sum(row, Fraction(0)) for row in kept), Fraction(0)) / sum(len(row) for row in kept)
+
+
+def sequence_surrogate(
+    logp: Sequence[float], old_logp: Sequence[float], advantage: Sequence[float], *, low: float, high: float
+) -> tuple[list[float], list[float]]:
+    """Token losses of one sequence under its geometric mean ratio, and their slopes in the tokens' own logp."""
+    s = math.exp(
+        min(max(math.fsum(new - old for new, old in zip(logp, old_logp, strict=True)) / len(logp), -20.0), 20.0)
+    )
+    losses, slopes = [], []
+    for gain in advantage:
+        is_held = s > 1 + high if gain >= 0 else s < 1 - low
+        losses.append(-gain * ((1 + high if gain >= 0 else 1 - low) if is_held else s))
+        slopes.append(0.0 if is_held else -gain * s)
+    return losses, slopes
+
+
+def soft_gate(logp: float, old_logp: float, advantage: float, *, temperature: float) -> float:
+    """-A (4 / tau) / (1 + exp(-tau (u - 1)))."""
+    exponent = -temperature * (ratio(logp, old_logp) - 1)
+    return -advantage * 4 / temperature / (1 + math.exp(exponent)) if exponent < 700 else 0.0
+
+
+def soft_gate_slope(logp: float, old_logp: float, advantage: float, *, temperature: float) -> float:
+    """-A u / cosh(tau (u - 1) / 2)^2: 4 s (1 - s) of the sigmoid written with exponentials of both signs."""
+    u = ratio(logp, old_logp)
+    half = temperature * (u - 1) / 2
+    is_free = abs(logp - old_logp) <= 20 and abs(half) < 350
+    return -advantage * u / math.cosh(half) ** 2 if is_free else 0.0
+
+
+def kl_estimates(logp: float, reference_logp: float) -> tuple[float, float, float]:
+    """r, r^2 / 2 and e^-r - 1 + r with 50 digits, since its parts cancel; the exponent held at 20."""
+    with localcontext(prec=50):
+        r = Decimal(logp) - Decimal(reference_logp)
+        k3 = min(-r, Decimal(20)).exp() - 1 + r
+    return float(r), float(r) ** 2 / 2, float(k3)
+
+
+def value_loss(value: float, old_value: float, target: float, *, clip: float | None) -> tuple[float, float]:
+    """The loss by cases, and its slope in the value."""
+    free = (value - target) ** 2 / 2
+    if clip is None or abs(value - old_value) <= clip:
+        return free, value - target
+    held = (old_value + math.copysign(clip, value - old_value) - target) ** 2 / 2
+    return (held, 0.0) if held > free else (free, value - target)

@@ -19,3 +19,11 @@ def gradient(value: Tensor, *, at: Tensor) -> Tensor:
 def depends(value: Tensor, *, on: Tensor) -> bool:
     """Whether the graph of `value` leads to `on`."""
     return torch.autograd.grad(value.sum(), on, retain_graph=True, allow_unused=True)[0] is not None
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest distance of a row (or of a number, in a list of numbers) from the expected one, over its length."""
+    rows, targets = (value.detach().double().reshape(len(value), -1) for value in (found, expected))
+    distance, length = (rows - targets).norm(dim=1), targets.norm(dim=1)
+    # 0 where both are 0; infinite where only the expected one is.
+    return float(torch.where(distance == 0, 0.0, distance / length).max())

@@ -1,6 +1,7 @@
-"""Clipped policy loss and importance weight: oracle, worked tokens, properties, extremes."""
+"""Clipped and soft-gated policy loss, importance weight: oracle, worked tokens, properties, extremes."""
 
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sdpo_core.errors import DataError, SpecError
-from sdpo_core.objectives.policy_loss import clipped_policy_loss, importance_weight
+from sdpo_core.objectives.policy_loss import clipped_policy_loss, importance_weight, soft_gate_policy_loss
 from tests.oracles import distributions, policy
-from tests.sdpo_core.objectives.tensors import depends, double, gradient
+from tests.sdpo_core.objectives.tensors import depends, double, gradient, relative_error
 
 Token = tuple[float, float, float]
 
@@ -168,3 +169,127 @@ def test_importance_weight_refuses_a_cap_of_0_and_what_is_not_finite() -> None:
         importance_weight(torch.zeros(1), torch.zeros(1), cap=0.0)
     with pytest.raises(DataError, match="got logp nan at token 0"):
         importance_weight(torch.tensor([math.nan]), torch.zeros(1), cap=2.0)
+
+
+def gated(logp: Tensor, old_logp: Tensor, advantage: Tensor, *, sign_of: Tensor | None = None) -> Tensor:
+    return soft_gate_policy_loss(
+        logp,
+        old_logp,
+        advantage,
+        sign_of=advantage if sign_of is None else sign_of,
+        temperature_positive=1.0,
+        temperature_negative=1.05,
+    )
+
+
+def test_soft_gate_policy_loss_of_hand_worked_tokens() -> None:
+    """u = 1: sigmoid(0) = 1/2, so f = 2 / tau and slope 1 whatever tau is.
+
+    u = 2, tau 1: f = 4 / (1 + 1/e) = 2.924234; f' = 4 x 0.731059 x 0.268941 = 0.786448, times u: 1.572896.
+    u = 2, tau 1.05: f = 3.809524 x 0.740775 = 2.821999; f' = 4 x 0.740775 x 0.259225 = 0.768110, times u: 1.536220.
+    """
+    logp = double([-1.0, -1.0, math.log(2) - 1, math.log(2) - 1], requires_grad=True)
+    advantage = double([3.0, -3.0, 1.0, -1.0])
+    loss = gated(logp, double([-1.0] * 4), advantage)
+    assert loss.tolist() == pytest.approx([-6.0, 6 / 1.05, -2.924234, 2.821999], abs=1e-5)
+    assert gradient(loss, at=logp).tolist() == pytest.approx([-3.0, 3.0, -1.572896, 1.536220], abs=1e-5)
+
+
+@given(st.lists(st.tuples(logps, logps, advantages), min_size=1, max_size=6), st.data())
+@settings(max_examples=100, deadline=None)
+def test_soft_gate_policy_loss_is_the_oracles_in_value_and_gradient(tokens: list[Token], data: st.DataObject) -> None:
+    assume(all(abs(abs(new - old) - 20) > 1e-9 for new, old, _ in tokens))
+    tasks = data.draw(st.lists(advantages, min_size=len(tokens), max_size=len(tokens)))
+    logp, old_logp, advantage = (double(column) for column in zip(*tokens, strict=True))
+    logp.requires_grad_()
+    loss = gated(logp, old_logp, advantage, sign_of=double(tasks))
+    taus = [1.0 if task > 0 else 1.05 for task in tasks]
+    values = [policy.soft_gate(*token, temperature=tau) for token, tau in zip(tokens, taus, strict=True)]
+    slopes = [policy.soft_gate_slope(*token, temperature=tau) for token, tau in zip(tokens, taus, strict=True)]
+    assert loss.tolist() == pytest.approx(values, rel=1e-13)
+    # The slope falls like e^-u: a rounding of u of 1e-16 is one of u times that in the slope, held at u = 700.
+    assert gradient(loss, at=logp).tolist() == pytest.approx(slopes, rel=1e-11, abs=1e-100)
+
+
+def test_soft_gate_policy_loss_takes_its_temperature_from_the_task() -> None:
+    """A term that turns the advantage's sign leaves the temperature of the response: value 2 / tau at u = 1."""
+    logp = double([-1.0, -1.0])
+    loss = gated(logp, logp, double([1.0, -1.0]), sign_of=double([0.5, 0.5]))
+    assert loss.tolist() == [-2.0, 2.0]
+    assert gated(logp, logp, double([1.0, -1.0]), sign_of=double([-0.5, 0.0])).tolist() == [-2 / 1.05, 2 / 1.05]
+
+
+def test_soft_gate_policy_loss_on_policy_has_the_plain_policy_gradient() -> None:
+    logp = torch.tensor([-0.3, -7.0, -1e4], requires_grad=True)
+    advantage = torch.tensor([0.5, -0.25, 1.0])
+    # 4 / 1.05 x 1/4 x 1.05 is 1 within float32's rounding.
+    assert torch.allclose(gradient(gated(logp, logp, advantage), at=logp), -advantage, rtol=2e-7, atol=0)
+
+
+@given(advantages, st.floats(-3, 3))
+@settings(max_examples=60, deadline=None)
+def test_soft_gate_policy_loss_weighs_no_token_more_than_its_ratio(advantage: float, gap: float) -> None:
+    logp = double([gap - 5], requires_grad=True)
+    slope = gradient(gated(logp, double([-5.0]), double([advantage])), at=logp).item()
+    assert abs(slope) <= abs(advantage) * math.exp(gap) * (1 + 1e-14)
+    assert slope * advantage <= 0
+
+
+def test_soft_gate_policy_loss_of_log_ratios_of_1e4_is_finite() -> None:
+    """u = e^20: sigmoid 1, f = 4 / tau; u = e^-20: f = 4 / tau sigmoid(-tau)."""
+    logp = double([0.0, -1e4], requires_grad=True)
+    loss = gated(logp, double([-1e4, 0.0]), double([1.0, 1.0]))
+    assert loss.tolist() == pytest.approx([-4.0, -4 / (1 + math.e)], rel=1e-8)
+    assert gradient(loss, at=logp).tolist() == [0.0, 0.0]
+
+
+def test_soft_gate_policy_loss_spares_all_but_logp_and_takes_no_token() -> None:
+    others = [double([value], requires_grad=True) for value in (-1.0, 1.0, 1.0)]
+    loss = gated(double([-1.1], requires_grad=True), *others[:2], sign_of=others[2])
+    assert not any(depends(loss, on=other) for other in others)
+    nothing = torch.zeros(0)
+    assert gated(nothing, nothing, nothing).shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["logp", "old_logp", "advantage", "sign_of"])
+def test_soft_gate_policy_loss_refuses_what_is_not_finite(name: str) -> None:
+    values = {
+        part: torch.tensor([math.nan if part == name else -1.0])
+        for part in ("logp", "old_logp", "advantage", "sign_of")
+    }
+    with pytest.raises(DataError, match=f"soft_gate_policy_loss: got {name} nan at token 0"):
+        gated(values["logp"], values["old_logp"], values["advantage"], sign_of=values["sign_of"])
+
+
+@pytest.mark.parametrize(("positive", "negative"), [(0.0, 1.0), (1.0, -1.0), (math.nan, 1.0)])
+def test_soft_gate_policy_loss_refuses_temperatures_that_are_not_positive(positive: float, negative: float) -> None:
+    one = torch.zeros(1)
+    with pytest.raises(SpecError, match="got temperatures"):
+        soft_gate_policy_loss(one, one, one, sign_of=one, temperature_positive=positive, temperature_negative=negative)
+
+
+def test_policy_losses_are_exact_to_1e_10_and_in_float32_to_2e_5() -> None:
+    """10,000 random tokens; both precisions and the oracle start from the same float32 numbers."""
+    source = random.Random(0)
+    low = torch.tensor([[source.uniform(-4, 0), source.uniform(-4, 0), source.gauss(0, 1)] for _ in range(10_000)])
+    tokens = low.tolist()
+    taus = [1.0 if token[2] > 0 else 1.05 for token in tokens]
+    pairs = list(zip(tokens, taus, strict=True))
+    clips = {"low": 0.2, "high": 0.28, "dual_clip": 3.0}
+    expected = {
+        clipped: [
+            [function(*token, **clips) for token in tokens] for function in (policy.surrogate, policy.surrogate_slope)
+        ],
+        gated: [
+            [function(*token, temperature=tau) for token, tau in pairs]
+            for function in (policy.soft_gate, policy.soft_gate_slope)
+        ],
+    }
+    weights = double([min(policy.ratio(*token[:2]), 2.0) for token in tokens])
+    for numbers, bound in ((low.double(), 1e-10), (low, 2e-5)):
+        logp, old_logp, advantage = numbers[:, 0].clone().requires_grad_(), numbers[:, 1], numbers[:, 2]
+        for function, (losses, slopes) in expected.items():
+            loss = function(logp, old_logp, advantage)
+            assert relative_error(loss, double(losses)) <= bound
+            assert relative_error(gradient(loss, at=logp), double(slopes)) <= bound
+        assert relative_error(importance_weight(logp, old_logp, cap=2.0), weights) <= bound

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sdpo_core.algorithm_specs import Reduction
 from sdpo_core.errors import DataError
 from sdpo_core.objectives.reduction import token_weights
-from sdpo_core.specs import Reduction
 from tests.oracles import policy
 
 Row = tuple[list[float], bool]
