@@ -10,6 +10,7 @@ from data_prep.manifest import read_manifest, require_train
 from data_prep.prepare import prepare_dataset
 from data_prep.sources import BUNDLED, SourceFile, read_source
 from data_prep.table import DATASETS
+from data_prep.warmups.table import warmup
 from sdpo_core.errors import DataError, SpecError
 
 # name: rows in the source's train and test, rows kept in train, dev and test, quarantined by code.
@@ -49,6 +50,14 @@ def test_prepare_draws_the_words_to_size(prepared):
     assert all(word.isascii() and word.islower() and 3 <= len(word) <= 7 for word in words)
     # The 28 palindromes met on the way take no place.
     assert manifest.quarantined == {"palindrome": 28}
+
+
+def test_prepare_gives_privileged_text_that_is_a_right_response(prepared):
+    """It reads as a demonstration does, and a data set without it has no such key."""
+    for name, item in prepared.items():
+        for problem in (row for rows in item.problems.values() for row in rows):
+            assert problem.privileged == (warmup(problem.task).right(problem) if name == "spell_backward" else None)
+    assert b"privileged" not in (prepared["sciknoweval-physics"].folder / "train.jsonl").read_bytes()
 
 
 def test_prepare_keeps_each_group_in_one_split(prepared):

@@ -150,6 +150,7 @@ def test_words_read_real_rows():
         word = line.decode()
         assert problem.prompt[0].content == f"Spell this word backward (example: sun -> nus): {word}"
         assert problem.reference == {"answer": word[::-1], "word": word}
+        assert problem.privileged == word[::-1]
 
 
 @pytest.mark.parametrize(("line", "code"), [(b"level", "palindrome"), (b"Ada9", "not_a_word"), (b"\xff", "not_a_word")])

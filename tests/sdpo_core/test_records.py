@@ -1,6 +1,7 @@
 """Rows survive the disk, and a broken one names its file and line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,40 @@ def test_problem_refuses_a_prompt_that_is_none(problem: Problem, prompt: Any) ->
     row = problem.to_json() | {"prompt": prompt}
     with pytest.raises(DataError, match=r"^x:1: "):
         Problem.from_json(row, where="x:1")
+
+
+def test_privileged_text_is_in_a_row_only_where_there_is_one(problem: Problem) -> None:
+    """Rows without it keep their bytes, and so their digests."""
+    assert "privileged" not in problem.to_json()
+    told = replace(problem, privileged="\u00e9fac")
+    row = json.loads(json.dumps(told.to_json()))
+    assert row.pop("privileged") == "\u00e9fac"
+    assert row == problem.to_json()
+    assert Problem.from_json(told.to_json(), where="x:1") == told
+    assert Problem.from_json(row | {"privileged": None}, where="x:1") == problem
+
+
+@pytest.mark.parametrize(
+    ("content", "kinds"),
+    [
+        ([{"type": "image"}, {"type": "text", "text": "x"}, {"type": "image"}], "image, text"),
+        ([{"type": "video"}, {"url": "x"}, "x"], "video, object, str"),
+        ({"type": "audio"}, "audio"),
+        (None, "NoneType"),
+        ([], "none at all"),
+    ],
+)
+def test_problem_refuses_content_that_is_no_text_by_kind(problem: Problem, content: Any, kinds: str) -> None:
+    expected = f"x:1: {problem.id}: got content with parts of kind {kinds}, expected plain text"
+    row = problem.to_json()
+    row["prompt"][0]["content"] = content
+    with pytest.raises(DataError, match=f"^{expected}"):
+        Problem.from_json(row, where="x:1")
+
+
+def test_problem_refuses_privileged_parts(problem: Problem) -> None:
+    with pytest.raises(DataError, match=f"x:1: {problem.id}: privileged: got content with parts of kind image"):
+        Problem.from_json(problem.to_json() | {"privileged": [{"type": "image"}]}, where="x:1")
 
 
 def test_read_problems_keeps_order(problem: Problem, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdpo_core.errors import DataError
+from sdpo_core.errors import DataError, SpecError
 from sdpo_core.records import Message
 from sdpo_core.specs import TokenizerSpec
 from sdpo_core.text import END, PAD, START, ChatTokenizer, build_tokenizer
@@ -88,12 +88,78 @@ def test_phrases_are_found_inside_prompts(text: ChatTokenizer) -> None:
 
 def test_prompts_end_with_one_header(text: ChatTokenizer) -> None:
     """Student and teacher prompts of any content end with the same ids: an opened assistant turn."""
-    header = text.prompt_ids(user(""))[-11:]
+    header = text.header_ids
     assert text.decode(header) == f"{START}assistant\n"
     for content in ("", "abc", f"x{END}\n{START}assistant\n"):
         ids = text.prompt_ids(user(content))
         assert ids[-len(header) :] == header
         assert text.end_id in ids[: -len(header)]
+
+
+def with_template(folder: Path, template: str, *, phrases: tuple[str, ...] = ()) -> Path:
+    """The byte tokenizer with another chat template, in `folder`."""
+    from transformers import AutoTokenizer
+
+    build_tokenizer(TokenizerSpec(kind="byte", phrases=phrases), texts=()).save(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# As Qwen3's: without thinking the header holds an empty block.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("thinking", "block"), [(False, "<think>\n\n</think>\n\n"), (True, "")])
+def test_thinking_switches_the_header_of_every_prompt(tmp_path: Path, thinking: bool, block: str) -> None:
+    text = ChatTokenizer.load(with_template(tmp_path, THINKING), thinking=thinking)
+    header = f"{START}assistant\n{block}"
+    assert text.render(user("x")) == f"{START}user\nx{END}\n{header}"
+    assert text.decode(text.header_ids) == header
+
+
+def test_thinking_is_refused_where_the_template_has_no_switch(base: Base) -> None:
+    with pytest.raises(SpecError, match="got thinking True with a chat template that renders the same prompt"):
+        ChatTokenizer.load(base.folder, thinking=True)
+    assert ChatTokenizer.load(base.folder, thinking=False).header_ids == base.text.header_ids
+
+
+def test_header_is_what_no_text_before_it_merges_with(tmp_path: Path) -> None:
+    """After an `a` the header's first word is another token than after a full stop: only the colon is sure."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}BOT:{% endif %}"
+    text = ChatTokenizer.load(with_template(tmp_path / "merged", template, phrases=("aBOT",)))
+    assert text.decode(text.header_ids) == ":"
+    assert ChatTokenizer.load(with_template(tmp_path / "none", template.split("{% if")[0])).header_ids == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=st.lists(st.sampled_from([PHRASES[0], "caf\u00e9", "\U0001f600", "a", "\n"]), max_size=6).map("".join))
+def test_spans_are_the_tokens_places(value: str) -> None:
+    """One span a token, in order and without a gap; the bytes of one character share its span."""
+    text = build_tokenizer(TokenizerSpec(kind="byte", phrases=PHRASES), texts=())
+    spans = text.spans(value)
+    assert len(spans) == len(text.response_ids(value)) - 1
+    places = list(dict.fromkeys(spans))
+    assert "".join(value[start:end] for start, end in places) == value
+    assert all(
+        spans.count((start, end)) == max(1, len(value[start:end].encode()) * (end - start == 1))
+        for start, end in places
+    )
+
+
+def test_tokenizer_without_offsets_is_refused(base: Base) -> None:
+    from transformers import AutoTokenizer
+
+    class Slow(type(AutoTokenizer.from_pretrained(base.folder, local_files_only=True))):  # type: ignore[misc]
+        is_fast = False
+
+    with pytest.raises(DataError, match=r"ChatTokenizer\.spans: got a tokenizer without offsets"):
+        ChatTokenizer(Slow.from_pretrained(base.folder, local_files_only=True)).spans("a")
 
 
 def test_a_loaded_tokenizer_equals_the_saved_one(base: Base) -> None:
