@@ -13,6 +13,7 @@ from sdpo_core.evaluate import Scores, evaluate
 from sdpo_core.journal import Journal, MetricRecord, write_json
 from sdpo_core.metrics import Moment, check_emitted, summarise
 from sdpo_core.records import Grade, Problem
+from sdpo_core.self_distance import self_distance
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import Teacher
 from sdpo_core.text import ChatTokenizer
@@ -23,22 +24,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
-    """The cell's workers; `teacher` is None for arms without one."""
+    """The cell's workers; `teacher` and `anchor` are None for arms without them."""
 
     student: Student
     teacher: Teacher | None
+    anchor: Teacher | None = None
+
+    def named(self) -> dict[str, Student | Teacher]:
+        """The workers there are."""
+        workers = {"student": self.student, "teacher": self.teacher, "anchor": self.anchor}
+        return {name: worker for name, worker in workers.items() if worker is not None}
 
     def savable(self) -> dict[str, Savable]:
-        parts: dict[str, Savable] = {"student": self.student}
-        if self.teacher is not None:
-            parts["teacher"] = self.teacher
-        return parts
+        """Those with a part of the checkpoint: an anchor never changes."""
+        return {name: worker for name, worker in self.named().items() if name != "anchor"}
 
     def checksums(self) -> dict[str, str]:
-        checksums = {"student": self.student.facts().weights_sha256}
-        if self.teacher is not None:
-            checksums["teacher"] = self.teacher.facts().weights_sha256
-        return checksums
+        return {name: worker.facts().weights_sha256 for name, worker in self.named().items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,7 @@ class Cell:
             problems=data.train,
             student=workers.student,
             teacher=workers.teacher,
+            anchor=workers.anchor,
             text=text,
             algorithm=self._algorithm,
             grade=grade,
@@ -95,6 +98,7 @@ class Cell:
         Errors do not name the cell: whoever drives it puts its label in front.
         """
         self._check_prompts()
+        self._algorithm.check_problems(self._data.train)
         state = self._resume() or self._start()
         while state.step < self._spec.training.steps:
             state = self._advance(state)
@@ -131,6 +135,15 @@ class Cell:
             started=self._wall_time(),
             trained_seconds=0.0,
         )
+        floor = self_distance(
+            self._spec,
+            problems=self._data.train,
+            student=self._workers.student,
+            teacher=self._workers.teacher,
+            text=self._text,
+        )
+        if floor:
+            self._record("start", 0, floor)
         return self._commit(self._evaluate_dev(state))
 
     def _advance(self, state: DriverState) -> DriverState:
@@ -174,7 +187,7 @@ class Cell:
 
     def _finish(self, state: DriverState) -> None:
         """Test the last step and the step chosen on dev; facts of the workers are taken before weights are swapped."""
-        facts = {name: worker.facts() for name, worker in self._named_workers()}
+        facts = {name: worker.facts() for name, worker in self._workers.named().items()}
         problems = self._data.test[: self._spec.evaluation.test_problems]
         last = self._scores(problems)
         best = last
@@ -210,12 +223,6 @@ class Cell:
         )
         self._journal.error_path.unlink(missing_ok=True)
 
-    def _named_workers(self) -> list[tuple[str, Student | Teacher]]:
-        named: list[tuple[str, Student | Teacher]] = [("student", self._workers.student)]
-        if self._workers.teacher is not None:
-            named.append(("teacher", self._workers.teacher))
-        return named
-
     def _scores(self, problems: Sequence[Problem]) -> Scores:
         return evaluate(
             problems,
@@ -229,7 +236,7 @@ class Cell:
 
     def _record(self, moment: Moment, step: int, metrics: Mapping[str, float | None]) -> None:
         where = f"step {step}"
-        check_emitted(metrics, moment=moment, traits=self._algorithm.traits, where=where)
+        check_emitted(metrics, moment=moment, traits=self._spec.traits, where=where)
         bad = [name for name, value in metrics.items() if value is not None and not abs(value) < float("inf")]
         if bad:
             raise CellError(f"{where}: got non-finite {bad}, expected finite metrics. Look at the last samples.")

@@ -10,17 +10,19 @@ from typing import Literal
 
 from sdpo_core.errors import DataError
 
-Moment = Literal["step", "evaluate", "end"]
-Trait = Literal["any", "distill", "ema"]
+Moment = Literal["start", "step", "evaluate", "end"]
+Trait = Literal["any", "teacher", "follows", "divergence", "support", "sampled", "context", "anchor", "value"]
 Summary = Literal["mean", "token_mean", "sum", "max", "last"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """`moment`: emitted at every training step, at every evaluation on dev, or once at the end.
+    """`moment`: emitted before the first step, at every training step, at every evaluation on dev, or at the end.
 
-    `trait`: emitted by every arm, only by arms with a teacher, or only by arms whose teacher follows the student.
-    `summary`: how a run's steps become one number; "token_mean" weights each step by `distill/tokens`.
+    `trait`: emitted by every arm, or by arms that have it: a "teacher"; one that "follows" the student; a "divergence"
+    of whole distributions, on a "support"; a reverse KL "sampled" at the student's tokens; a teacher "context"; an
+    "anchor"; a "value" head. `summary`: how a run's steps become one number; "token_mean" weights each step by
+    `distill/tokens`.
     """
 
     name: str
@@ -54,6 +56,28 @@ def _scores(prefix: str, moment: Moment, what: str) -> tuple[Metric, ...]:
     )
 
 
+# name, unit, better, trait, meaning; each a mean over `distill/tokens`
+_DISTILL: tuple[tuple[str, str, Better, Trait, str], ...] = (
+    ("divergence", "nats", "lower", "divergence", "the trained divergence (its alpha and support are in the spec)"),
+    ("kl_reverse", "nats", "lower", "support", "KL(student||teacher) on support and tail"),
+    ("kl_forward", "nats", "lower", "support", "KL(teacher||student) on support and tail"),
+    ("student_coverage", "probability", "higher", "support", "student mass inside the support"),
+    ("teacher_coverage", "probability", "higher", "support", "teacher mass inside the support"),
+    ("tail_share", "fraction", "lower", "support", "share of the divergence carried by the tail cell"),
+    ("topk_overlap", "fraction", "higher", "support", "share of the support among as many of the teacher's best ids"),
+    ("clipped_fraction", "fraction", "lower", "divergence", "tokens weighed down by the token clip"),
+    ("sampled_kl", "nats", "lower", "sampled", "mean log-ratio student/teacher of the sampled tokens (k1)"),
+    ("teacher_entropy", "nats", "neither", "teacher", "entropy of the teacher"),
+)
+# name, unit, better, summary, meaning
+_FEEDBACK: tuple[tuple[str, str, Better, Summary, str], ...] = (
+    ("effective_fraction", "fraction", "higher", "mean", "rollouts the teacher could score"),
+    ("from_demo_fraction", "fraction", "neither", "mean", "rollouts with a demonstration"),
+    ("no_context_fraction", "fraction", "lower", "mean", "rollouts without teacher context"),
+    ("cut_fraction", "fraction", "lower", "mean", "rollouts whose context was cut to fit the teacher's prompt"),
+    ("skipped_prompts", "count", "lower", "sum", "problems polled and not trained on"),
+)
+
 PHASES = ("rollout", "grade", "teacher", "update", "other")
 
 METRICS: dict[str, Metric] = {
@@ -71,6 +95,14 @@ METRICS: dict[str, Metric] = {
             meaning="the step with the best dev accuracy (the earliest of equals)",
         ),
         Metric(
+            name="distill/self_distance",
+            unit="nats",
+            better="lower",
+            moment="start",
+            trait="divergence",
+            meaning="trained divergence of equal weights on equal prompts, before the first step: its floor",
+        ),
+        Metric(
             name="cost/step_seconds/evaluate",
             unit="s",
             better="lower",
@@ -86,62 +118,33 @@ METRICS: dict[str, Metric] = {
         _step("train/optimizer_steps", "count", "neither", "any", "sum", "optimizer steps of this training step"),
         _step("train/response_tokens", "tokens", "neither", "any", "mean", "mean response length"),
         _step("train/truncated_fraction", "fraction", "lower", "any", "mean", "responses cut at the length limit"),
-        _step("distill/tokens", "tokens", "neither", "distill", "sum", "response tokens that carried the divergence"),
+        _step("train/entropy", "nats", "neither", "any", "mean", "mean entropy of the student over the trained tokens"),
+        _step("train/value_loss", "loss", "lower", "value", "mean", "value loss, mean over the trained tokens"),
         _step(
-            "distill/divergence",
-            "nats",
-            "lower",
-            "distill",
-            "token_mean",
-            "the trained divergence (its alpha is in the spec)",
+            "distill/tokens", "tokens", "neither", "teacher", "sum", "response tokens that carried the teacher's term"
         ),
+        *(
+            _step(f"distill/{name}", unit, better, trait, "token_mean", meaning)
+            for name, unit, better, trait, meaning in _DISTILL
+        ),
+        _step("teacher/failed_fraction", "fraction", "lower", "teacher", "mean", "requested rollouts without scores"),
         _step(
-            "distill/kl_reverse", "nats", "lower", "distill", "token_mean", "KL(student||teacher) on support and tail"
+            "drift/kl_to_base", "nats", "lower", "anchor", "mean", "k3 estimate of KL(student||base), sampled tokens"
         ),
-        _step(
-            "distill/kl_forward", "nats", "lower", "distill", "token_mean", "KL(teacher||student) on support and tail"
+        *(
+            _step(f"feedback/{name}", unit, better, "context", summary, meaning)
+            for name, unit, better, summary, meaning in _FEEDBACK
         ),
-        _step(
-            "distill/student_coverage",
-            "probability",
-            "higher",
-            "distill",
-            "token_mean",
-            "student mass inside the support",
-        ),
-        _step(
-            "distill/teacher_coverage",
-            "probability",
-            "higher",
-            "distill",
-            "token_mean",
-            "teacher mass inside the support",
-        ),
-        _step(
-            "distill/tail_share",
-            "fraction",
-            "lower",
-            "distill",
-            "token_mean",
-            "share of the divergence carried by the tail cell",
-        ),
-        _step(
-            "feedback/effective_fraction", "fraction", "higher", "distill", "mean", "rollouts the teacher could score"
-        ),
-        _step("feedback/from_demo_fraction", "fraction", "neither", "distill", "mean", "rollouts with a demonstration"),
-        _step(
-            "feedback/no_context_fraction", "fraction", "lower", "distill", "mean", "rollouts without teacher context"
-        ),
-        _step("feedback/skipped_prompts", "count", "lower", "distill", "sum", "problems polled and not trained on"),
         _step("cost/tokens_per_second", "tokens/s", "higher", "any", "mean", "response tokens over the step's seconds"),
         _step("cost/rollouts_per_second", "rollouts/s", "higher", "any", "mean", "rollouts over the step's seconds"),
         *(_step(f"cost/step_seconds/{phase}", "s", "lower", "any", "mean", f"{phase} phase") for phase in PHASES),
         _step("cost/peak_memory_bytes/student", "bytes", "lower", "any", "max", "peak of the student worker"),
-        _step("cost/peak_memory_bytes/teacher", "bytes", "lower", "distill", "max", "peak of the teacher worker"),
-        _step("cost/teacher_forwards", "count", "lower", "distill", "sum", "sequences the teacher scored"),
-        _step("cost/teacher_seconds", "s", "lower", "distill", "sum", "seconds spent in teacher scoring"),
-        _step("cost/ema_updates", "count", "neither", "ema", "sum", "commits to the teacher's weights"),
-        _step("cost/ema_seconds", "s", "lower", "ema", "sum", "seconds spent in those commits"),
+        _step("cost/peak_memory_bytes/teacher", "bytes", "lower", "teacher", "max", "peak of the teacher worker"),
+        _step("cost/peak_memory_bytes/anchor", "bytes", "lower", "anchor", "max", "peak of the anchor's worker"),
+        _step("cost/teacher_forwards", "count", "lower", "teacher", "sum", "sequences the teacher scored"),
+        _step("cost/teacher_seconds", "s", "lower", "teacher", "sum", "seconds spent in teacher scoring"),
+        _step("cost/ema_updates", "count", "neither", "follows", "sum", "commits to the teacher's weights"),
+        _step("cost/ema_seconds", "s", "lower", "follows", "sum", "seconds spent in those commits"),
     )
 }
 

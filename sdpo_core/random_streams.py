@@ -14,6 +14,7 @@ EVALUATION = "evaluation"
 DEMONSTRATION = "demonstration"
 INITIALISATION = "initialisation"
 WARMUP = "warmup"
+SELF_DISTANCE = "self_distance"
 
 
 def stream_key(seed: int, name: str, *keys: int | str) -> int:

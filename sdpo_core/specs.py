@@ -3,20 +3,25 @@
 Only what determines a result stands here. Paths, hosts and devices come in elsewhere.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-ContextPolicy = Literal["error", "drop", "poll"]
-Reduction = Literal["token_mean", "sequence_mean"]
+from sdpo_core.algorithm_specs import (
+    AlgorithmSpec,
+    AnchorSpec,
+    DivergenceSpec,
+    OpdSpec,
+    OpsdSpec,
+    PpoSpec,
+    SdpoSpec,
+    TeacherSpec,
+)
+from sdpo_core.metrics import Trait
+from sdpo_core.spec_base import Fraction, Spec, refuse
+
 FeedbackLevel = Literal["none", "diagnostic", "reveal"]
-
-
-class Spec(BaseModel):
-    """Base of all declarations: immutable, no unknown field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TokenizerSpec(Spec):
@@ -35,6 +40,11 @@ class TokenizerSpec(Spec):
         if (self.kind == "bpe") != (self.vocab_size is not None):
             raise ValueError("vocab_size belongs to kind 'bpe' and to no other")
         return self
+
+    @property
+    def largest_size(self) -> int:
+        """Ids the vocabulary has at most: 256 bytes, three special tokens and the phrases, or what BPE may learn."""
+        return (259 if self.vocab_size is None else self.vocab_size) + len(self.phrases)
 
 
 class ShapeSpec(Spec):
@@ -92,7 +102,7 @@ class OptimizerSpec(Spec):
 
 
 class TrainingSpec(Spec):
-    """Budget and rollout shape of a cell."""
+    """Budget and rollout shape of a cell. `thinking`: the chat template's switch, the same for student and teacher."""
 
     steps: PositiveInt
     problems_per_step: PositiveInt
@@ -105,6 +115,7 @@ class TrainingSpec(Spec):
     checkpoint_every: PositiveInt
     microbatch_tokens: PositiveInt
     feedback_level: FeedbackLevel = "diagnostic"
+    thinking: bool = False
 
     @model_validator(mode="after")
     def _evaluations_are_checkpointed(self) -> "TrainingSpec":
@@ -122,53 +133,6 @@ class EvaluationSpec(Spec):
     test_problems: PositiveInt | None
 
 
-class GrpoSpec(Spec):
-    """Group-relative policy optimisation: advantage = reward - group mean, token-level clipped surrogate."""
-
-    name: Literal["grpo"] = "grpo"
-    normalise_std: bool = False
-    clip_low: Fraction = 0.2
-    clip_high: PositiveFloat = 0.28
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
-    minibatches: PositiveInt = 1
-    reduction: Reduction = "token_mean"
-
-
-class TeacherSpec(Spec):
-    """The life of the teacher's weights. `rate` is the share of the new (student) weights in one EMA commit."""
-
-    schedule: Literal["static", "ema", "live"]
-    rate: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-
-    @model_validator(mode="after")
-    def _rate_belongs_to_ema(self) -> "TeacherSpec":
-        if (self.schedule == "ema") != (self.rate is not None):
-            raise ValueError("rate belongs to schedule 'ema' and to no other")
-        return self
-
-
-class SdpoSpec(Spec):
-    """Self-distillation from feedback: divergence to the context-conditioned teacher at the student's support.
-
-    `alpha`: 0 forward KL(teacher||student), 1 reverse KL(student||teacher), between: generalised JSD.
-    """
-
-    name: Literal["sdpo"] = "sdpo"
-    teacher: TeacherSpec
-    alpha: Fraction = 0.5
-    top_k: PositiveInt = 20
-    success_threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    include_feedback: bool = True
-    feedback_only_without_demonstration: bool = True
-    no_context: ContextPolicy = "drop"
-    importance_clip: PositiveFloat = 2.0
-    minibatches: PositiveInt = 1
-    reduction: Reduction = "token_mean"
-
-
-AlgorithmSpec = Annotated[GrpoSpec | SdpoSpec, Field(discriminator="name")]
-
-
 class CellSpec(Spec):
     """One cell: data set x arm x seed under one profile, with every number resolved."""
 
@@ -179,6 +143,7 @@ class CellSpec(Spec):
     seed: int
     algorithm: AlgorithmSpec
     base: BaseSpec
+    teacher_base: BaseSpec | None = None
     optimizer: OptimizerSpec
     training: TrainingSpec
     evaluation: EvaluationSpec
@@ -188,10 +153,52 @@ class CellSpec(Spec):
     threads_per_worker: PositiveInt = 1
 
     @property
+    def opd(self) -> OpdSpec | None:
+        """The on-policy distillation term; None for an arm without one."""
+        opd: OpdSpec | None = getattr(self.algorithm, "opd", None)
+        return opd
+
+    @property
+    def anchor(self) -> AnchorSpec | None:
+        """The anchor at the base weights; None for an arm without one."""
+        anchor: AnchorSpec | None = getattr(self.algorithm, "anchor", None)
+        return anchor
+
+    @property
     def teacher(self) -> TeacherSpec | None:
-        """The life of the teacher's weights; None for an arm without a teacher."""
+        """The teacher's weights and their life; None for an arm without a teacher."""
         teacher: TeacherSpec | None = getattr(self.algorithm, "teacher", None)
-        return teacher
+        return self.opd.teacher if teacher is None and self.opd is not None else teacher
+
+    @property
+    def divergence(self) -> DivergenceSpec | None:
+        """The divergence that is trained; None for an arm without one."""
+        divergence: DivergenceSpec | None = getattr(self.algorithm, "divergence", None)
+        return self.opd.divergence if divergence is None and self.opd is not None else divergence
+
+    @property
+    def traits(self) -> frozenset[Trait]:
+        """What the arm has, and so which metrics it promises."""
+        return frozenset({"any", *self._traits()})
+
+    def _traits(self) -> Iterator[Trait]:
+        teacher, divergence = self.teacher, self.divergence
+        if teacher is not None:
+            yield "teacher"
+            if teacher.schedule != "static":
+                yield "follows"
+        if divergence is not None:
+            yield "divergence"
+            if divergence.support != "full":
+                yield "support"
+        elif teacher is not None:
+            yield "sampled"
+        if isinstance(self.algorithm, SdpoSpec | OpsdSpec):
+            yield "context"
+        if self.anchor is not None:
+            yield "anchor"
+        if isinstance(self.algorithm, PpoSpec):
+            yield "value"
 
     @property
     def label(self) -> str:
@@ -205,19 +212,31 @@ class CellSpec(Spec):
         rollouts = training.problems_per_step * training.rollouts_per_problem
         if self.algorithm.minibatches > rollouts:
             faults.append(f"{self.algorithm.minibatches} mini-batches for {rollouts} rollouts a step")
+        if training.rollouts_per_problem < self.algorithm.min_rollouts:
+            faults.append(
+                f"{training.rollouts_per_problem} rollout a problem for {self.algorithm.name}, which compares at least "
+                f"{self.algorithm.min_rollouts}"
+            )
+        if self.divergence is not None and (self.divergence.top_k or 0) > self.base.tokenizer.largest_size:
+            faults.append(f"top_k {self.divergence.top_k} for a vocabulary of {self.base.tokenizer.largest_size} ids")
+        if (self.teacher is not None and self.teacher.weights == "profile") != (self.teacher_base is not None):
+            faults.append("teacher_base belongs to teacher weights 'profile': the profile names a teacher model")
         longest = max(training.max_prompt_tokens, training.max_teacher_prompt_tokens) + training.max_response_tokens
         if longest > positions:
             faults.append(f"prompts and responses of up to {longest} tokens for {positions} positions of the base")
-        if faults:
-            raise ValueError("; ".join(faults))
+        refuse(faults)
         return self
 
 
 class ArmSpec(Spec):
-    """An algorithm with settings, under a name of its own; `meaning` is one line for reports."""
+    """An algorithm with settings, under a name of its own.
+
+    `meaning` is one line for reports; `source` the paper or code the settings are taken from, and where they differ.
+    """
 
     name: str
     meaning: str
+    source: str
     algorithm: AlgorithmSpec
 
 
@@ -231,9 +250,10 @@ class ProbeSpec(Spec):
 
 
 class TaskProfile(Spec):
-    """What a profile fixes for one kind of task."""
+    """What a profile fixes for one kind of task. `teacher_base`: the model of arms whose teacher is another one."""
 
     base: BaseSpec
+    teacher_base: BaseSpec | None = None
     optimizer: OptimizerSpec
     training: TrainingSpec
     evaluation: EvaluationSpec

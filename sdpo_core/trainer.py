@@ -39,6 +39,7 @@ class Trainer:
         problems: Sequence[Problem],
         student: Student,
         teacher: Teacher | None,
+        anchor: Teacher | None,
         text: ChatTokenizer,
         algorithm: Algorithm,
         grade: Grade,
@@ -50,6 +51,7 @@ class Trainer:
         self._problems = problems
         self._student = student
         self._teacher = teacher
+        self._anchor = anchor
         self._text = text
         self._algorithm = algorithm
         self._grade = grade
@@ -66,6 +68,7 @@ class Trainer:
             text=self._text,
             student=self._student,
             teacher=self._teacher,
+            anchor=self._anchor,
             phases=phases,
         )
         polled, accepted = self._collect(tools, cursor=cursor)
@@ -82,7 +85,7 @@ class Trainer:
             **self._algorithm.after_update(updates, tools=tools),
             **self._cost_metrics(polled, phases=phases, seconds=self._clock() - start),
         }
-        check_emitted(metrics, moment="step", traits=self._algorithm.traits, where=f"step {number}")
+        check_emitted(metrics, moment="step", traits=self._spec.traits, where=f"step {number}")
         samples = _samples(accepted, batch=batch, step=number, text=self._text)
         return StepOutcome(metrics=metrics, samples=samples, cursor=cursor + len(polled))
 

@@ -14,7 +14,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sdpo_core import random_streams
 from sdpo_core.backends.base import TokenRow
-from sdpo_core.backends.hf import response_logits
 from sdpo_core.backends.hf_model import HfModel, microbatches, weights_sha256
 from sdpo_core.errors import CellError
 from sdpo_core.records import Message, WarmupExample
@@ -136,7 +135,10 @@ def _accumulate(model: HfModel, rows: Sequence[TokenRow]) -> float:
     for batch in microbatches(rows, max_tokens=_MICROBATCH_TOKENS):
         part = [rows[index] for index in batch]
         targets = torch.tensor([token for row in part for token in row.response_ids], device=model.device)
-        value = torch.nn.functional.cross_entropy(response_logits(model, part), targets, reduction="sum") / total
+        value = (
+            torch.nn.functional.cross_entropy(model.logits(model.response_states(part)), targets, reduction="sum")
+            / total
+        )
         value.backward()  # type: ignore[no-untyped-call]
         loss += float(value.detach())
     return loss

@@ -3,20 +3,33 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from sdpo_core.backends.base import Objective, RowScores, TokenRow, TrainRow, UpdateStats, WorkerFacts
+from sdpo_core.algorithm_specs import Support, TeacherSpec
+from sdpo_core.backends.base import (
+    Objective,
+    Projection,
+    RowScores,
+    TeacherQuestion,
+    TeacherScores,
+    TokenRow,
+    TrainRow,
+    UpdateStats,
+    WeightsAt,
+    WorkerFacts,
+)
 from sdpo_core.backends.table import backend
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.table import engine
 from sdpo_core.specs import CellSpec
-from sdpo_core.teacher.base import HasWeights
-from sdpo_core.teacher.schedule import commit_rate
+from sdpo_core.teacher.base import HasWeights, Teacher
+from sdpo_core.teacher.schedule import commit_rate, logit_shares
 from sdpo_core.text import ChatTokenizer
+
+# The anchor of a policy: the base, as it was.
+ANCHOR = TeacherSpec(schedule="static")
 
 
 class StudentWorker:
@@ -25,6 +38,7 @@ class StudentWorker:
     def __init__(self, spec: CellSpec, *, folder: Path, device: str) -> None:
         torch.set_num_threads(spec.threads_per_worker)
         self._policy = backend(spec.backend).load_policy(spec, folder=folder, device=device)
+        self._held_version: int | None = None
         end_id = ChatTokenizer.load(folder).end_id
         self._engine = engine(spec.engine).load_engine(spec, policy=self._policy, end_id=end_id)
 
@@ -36,6 +50,17 @@ class StudentWorker:
 
     def update(self, rows: Sequence[TrainRow], objective: Objective, *, learning_rate: float) -> UpdateStats:
         return self._policy.update(rows, objective, learning_rate=learning_rate)
+
+    def hold_projection_of(self, teacher: Teacher) -> None:
+        """Take the teacher's output projection, unless it is held already."""
+        version = teacher.projection_version()
+        if version != self._held_version:
+            self.hold_projection(teacher.projection())
+
+    def hold_projection(self, projection: Projection) -> None:
+        """Keep a projection that came over the wire."""
+        self._policy.hold_projection(projection)
+        self._held_version = projection.version
 
     def weights(self) -> dict[str, Tensor]:
         return self._policy.weights()
@@ -57,18 +82,23 @@ class StudentWorker:
 
 
 class TeacherWorker:
-    """The teacher's own copy of the weights, float32, with its schedule."""
+    """A teacher's own copy of the weights, with its schedule."""
 
-    def __init__(self, spec: CellSpec, *, folder: Path, device: str) -> None:
+    def __init__(self, spec: CellSpec, *, life: TeacherSpec, at: WeightsAt, device: str) -> None:
         torch.set_num_threads(spec.threads_per_worker)
-        assert spec.teacher is not None
-        self._scorer = backend(spec.backend).load_scorer(spec, folder=folder, device=device)
-        self._rate = commit_rate(spec.teacher)
+        self._scorer = backend(spec.backend).load_scorer(spec, at=at, device=device, shares=logit_shares(life))
+        self._rate = commit_rate(life)
 
-    def tables(
-        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "_ k"]]
-    ) -> tuple[Float[np.ndarray, "_ cell"], ...]:
-        return self._scorer.tables(rows, support_ids)
+    def score(
+        self, questions: Sequence[TeacherQuestion], *, support: Support | None, top_k: int
+    ) -> tuple[TeacherScores, ...]:
+        return self._scorer.score(questions, support=support, top_k=top_k)
+
+    def projection(self) -> Projection:
+        return self._scorer.projection()
+
+    def projection_version(self) -> int:
+        return self._scorer.projection_version()
 
     def follow(self, student: HasWeights) -> bool:
         if self._rate is None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from sdpo_core.backends.base import TokenRow, WorkerFacts
 from sdpo_core.errors import DataError
+from sdpo_core.objectives.head import Head
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -56,6 +58,23 @@ class HfModel:
         self._max_positions = int(self.model.config.max_position_embeddings)
 
     @property
+    def soft_cap(self) -> float | None:
+        """Bound of the logits, for models that have one."""
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        return None if cap is None else float(cap)
+
+    def projection_head(self, *, temperature: float) -> Head:
+        """The output projection as objectives see it."""
+        return Head(
+            weight=self.head,
+            bias=getattr(self.model.get_output_embeddings(), "bias", None),  # type: ignore[no-untyped-call]
+            temperature=temperature,
+            vocab=self._valid_vocab,
+            logit_scale=float(getattr(self.model.config, "logit_scale", None) or 1.0),
+            soft_cap=self.soft_cap,
+        )
+
+    @property
     def head(self) -> Float[Tensor, "vocab hidden"]:
         weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return weight
@@ -63,7 +82,13 @@ class HfModel:
     def logits(self, hidden: Float[Tensor, "token hidden"]) -> Float[Tensor, "token vocab"]:
         """Logits of the valid ids, projected in float32 (float64 for a float64 model)."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return hidden.to(dtype) @ self.head[: self._valid_vocab].to(dtype).T
+        head = self.projection_head(temperature=1.0)
+        logits = hidden.to(dtype) @ head.weight[: head.vocab].to(dtype).T
+        if head.bias is not None:
+            logits = logits + head.bias[: head.vocab].to(dtype)
+        if head.logit_scale != 1.0:
+            logits = logits * head.logit_scale
+        return logits if head.soft_cap is None else head.soft_cap * torch.tanh(logits / head.soft_cap)
 
     def prefix(self, prompts: Sequence[tuple[int, ...]], owners: Sequence[int]) -> Prefix:
         """Run each of `prompts` once; row i of the result continues prompt `owners[i]`. `owners` is sorted."""
@@ -107,6 +132,8 @@ class HfModel:
 
         Rows must be sorted by prompt (see `microbatches`).
         """
+        longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
+        self.check_length(longest, where="HfModel.response_states")
         prompts, owners = _distinct(rows)
         prefix = self.prefix(prompts, owners)
         lengths = [len(row.response_ids) for row in rows]
@@ -182,6 +209,22 @@ def microbatches(rows: Sequence[TokenRow], *, max_tokens: int) -> Iterator[list[
         batch.append(index)
     if batch:
         yield batch
+
+
+def own_ids(rows: Sequence[TokenRow], *, device: torch.device) -> Int[Tensor, " token"]:
+    """The responses' own tokens, flattened."""
+    return torch.tensor([token for row in rows for token in row.response_ids], device=device)
+
+
+def split_rows(columns: Mapping[str, Tensor], lengths: Sequence[int]) -> Iterator[dict[str, np.ndarray]]:
+    """Per-token columns of a micro-batch as the arrays of each row; floats leave as float32."""
+    cuts = np.cumsum(lengths)[:-1]
+    parts = {
+        name: np.split((column.float() if column.is_floating_point() else column).cpu().numpy(), cuts)
+        for name, column in columns.items()
+    }
+    for index in range(len(lengths)):
+        yield {name: arrays[index] for name, arrays in parts.items()}
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

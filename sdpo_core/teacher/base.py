@@ -1,14 +1,21 @@
-"""What a teacher promises: scores at the student's ids, and weights with a life of their own."""
+"""What a teacher promises: scores of the student's responses, and weights with a life of their own."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from sdpo_core.backends.base import TokenRow, WorkerFacts
+from sdpo_core.algorithm_specs import Support
+from sdpo_core.backends.base import Projection, TeacherQuestion, TeacherScores, WorkerFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherFailure:
+    """Why one question has no answer. It is counted, and its rollout left out; nothing stands in for the scores."""
+
+    reason: str
 
 
 @runtime_checkable
@@ -22,9 +29,17 @@ class HasWeights(Protocol):
 class Teacher(Protocol):
     """The teacher never samples: it reads the student's response under its own prompt."""
 
-    def tables(
-        self, rows: Sequence[TokenRow], support_ids: Sequence[Int[np.ndarray, "_ k"]]
-    ) -> tuple[Float[np.ndarray, "_ cell"], ...]: ...
+    def score(
+        self, questions: Sequence[TeacherQuestion], *, support: Support | None, top_k: int
+    ) -> tuple[TeacherScores | TeacherFailure, ...]:
+        """One answer a question, in order (see `ScoringModel.score`)."""
+        ...
+
+    def projection(self) -> Projection: ...
+
+    def projection_version(self) -> int:
+        """The version `projection` would carry, without moving it."""
+        ...
 
     def follow(self, student: HasWeights) -> bool:
         """Commit the student's weights by the schedule; False when the schedule has no commit."""

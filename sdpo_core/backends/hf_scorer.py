@@ -1,0 +1,171 @@
+"""A Hugging Face model, or a mixture of two in their logits, that scores given responses without gradient."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sdpo_core.algorithm_specs import Support
+from sdpo_core.backends.base import Projection, TeacherQuestion, TeacherScores, WorkerFacts
+from sdpo_core.backends.hf_model import HfModel, microbatches, own_ids, peak_memory_bytes, split_rows
+from sdpo_core.errors import SpecError
+from sdpo_core.objectives.divergence import topk_overlap
+from sdpo_core.objectives.fused import score_tables
+from sdpo_core.objectives.head import Head
+from sdpo_core.objectives.tables import TableRequest, Tables
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A model of the mixture and the share its logits have."""
+
+    model: HfModel
+    share: float
+
+
+class HfScorer:
+    """Scores responses with logits = sum over parts of share x logits; commits go to the last part.
+
+    A sum of projections is one projection: of the parts' states side by side, each times its share, by their rows side
+    by side. So a mixture costs two forward passes and no second way to take a table.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, temperature: float, max_tokens: int) -> None:
+        self._parts = tuple(parts)
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+        capped = [part.model.soft_cap for part in parts if part.model.soft_cap is not None]
+        if len(parts) > 1 and capped:
+            raise SpecError(
+                f"HfScorer: got a mixture of models whose logits are capped at {capped[0]}, expected plain logits. "
+                "Choose another schedule than 'trust_region' for this model."
+            )
+
+    @property
+    def _followed(self) -> HfModel:
+        return self._parts[-1].model
+
+    @torch.inference_mode()
+    def score(
+        self, questions: Sequence[TeacherQuestion], *, support: Support | None, top_k: int
+    ) -> tuple[TeacherScores, ...]:
+        """Scores of each response under its prompt, float32, at the sampling temperature."""
+        scores: dict[int, TeacherScores] = {}
+        head = self._head()
+        for batch in microbatches([question.row for question in questions], max_tokens=self._max_tokens):
+            chosen = [questions[index] for index in batch]
+            lengths = [len(question.row.response_ids) for question in chosen]
+            columns = self._columns(chosen, head, support=support, top_k=top_k)
+            for index, fields in zip(batch, split_rows(columns, lengths), strict=True):
+                scores[index] = TeacherScores(**fields)
+        return tuple(scores[index] for index in range(len(questions)))
+
+    def _columns(
+        self, questions: Sequence[TeacherQuestion], head: Head, *, support: Support | None, top_k: int
+    ) -> dict[str, Tensor]:
+        """The fields of `TeacherScores` for the tokens of all questions, flattened."""
+        rows = [question.row for question in questions]
+        states = torch.cat([part.share * part.model.response_states(rows) for part in self._parts], dim=1)
+        own = own_ids(rows, device=states.device)
+        # Its own best ids are needed for themselves ("teacher", "union") or for the overlap ("student").
+        found = score_tables(
+            states, head, TableRequest(own_ids=own, top_k=0 if support in (None, "full") else top_k, entropy=True)
+        )
+        assert found.entropy is not None
+        columns = {"logps": found.logp, "entropies": found.entropy}
+        if support == "full":
+            return {**columns, "states": states}
+        if support is None:
+            return columns
+        return {**columns, **self._cells(questions, states, head, found=found, support=support)}
+
+    def _cells(
+        self,
+        questions: Sequence[TeacherQuestion],
+        states: Float[Tensor, "token hidden"],
+        head: Head,
+        *,
+        found: Tables,
+        support: Support,
+    ) -> dict[str, Tensor]:
+        """Table and ids of the support, and the overlap where the student has one."""
+        best, table = found.support_ids, found.support_logp
+        assert best is not None
+        assert table is not None
+        if support == "teacher":
+            return {"support_ids": best, "table": table}
+        asked = [question.student_ids for question in questions]
+        missing = sum(ids is None for ids in asked)
+        if missing:
+            raise SpecError(
+                f"HfScorer: got {missing} questions without the student's ids for support {support!r}, expected them "
+                "in each. Ask the student first."
+            )
+        student = torch.tensor(np.concatenate([ids for ids in asked if ids is not None]), device=states.device)
+        ids = student if support == "student" else union_ids(student, best)
+        own = own_ids([question.row for question in questions], device=states.device)
+        table = score_tables(states, head, TableRequest(own_ids=own, support_ids=ids)).support_logp
+        assert table is not None
+        return {"support_ids": ids, "table": table, "overlap": topk_overlap(student, best)}
+
+    def _head(self) -> Head:
+        heads = [part.model.projection_head(temperature=self._temperature) for part in self._parts]
+        if len(heads) == 1:
+            return heads[0]
+        biases = [
+            part.share * head.bias for part, head in zip(self._parts, heads, strict=True) if head.bias is not None
+        ]
+        return Head(
+            weight=torch.cat([head.weight for head in heads], dim=1),
+            bias=torch.stack(biases).sum(dim=0) if biases else None,
+            temperature=self._temperature,
+            vocab=heads[0].vocab,
+            logit_scale=heads[0].logit_scale,
+        )
+
+    def projection(self) -> Projection:
+        head = self._head()
+        return Projection(
+            weight=head.weight.detach().cpu(),
+            bias=None if head.bias is None else head.bias.detach().cpu(),
+            logit_scale=head.logit_scale,
+            soft_cap=head.soft_cap,
+            vocab=head.vocab,
+            version=self.projection_version(),
+        )
+
+    def projection_version(self) -> int:
+        return self._followed.weights_version
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._followed.weights()
+
+    def blend(self, weights: Mapping[str, Tensor], *, rate: float) -> None:
+        self._followed.blend(weights, rate=rate)
+
+    def save(self, folder: Path) -> None:
+        self._followed.save_weights(folder)
+
+    def load(self, folder: Path) -> None:
+        self._followed.load_weights(folder)
+
+    def facts(self) -> WorkerFacts:
+        return self._followed.facts()
+
+    def peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self._followed.device)
+
+
+def union_ids(student: Int[Tensor, "token k"], teacher: Int[Tensor, "token k"]) -> Int[Tensor, "token union"]:
+    """The ids of both sides, each once, ascending; 2k wide, rows with fewer end in -1."""
+    both = torch.cat([student, teacher], dim=1).sort(dim=1).values
+    is_again = torch.zeros_like(both, dtype=torch.bool)
+    is_again[:, 1:] = both[:, 1:] == both[:, :-1]
+    # Doubles go behind every id.
+    last = torch.iinfo(both.dtype).max
+    kept = both.masked_fill(is_again, last).sort(dim=1).values
+    return kept.masked_fill(kept == last, -1)
