@@ -41,11 +41,12 @@ def surrogate_slope(
     return -advantage * u if is_free else 0.0
 
 
-def mean_loss(losses: Sequence[Sequence[float]], active: Sequence[bool], *, by_sequence: bool) -> Fraction:
-    """The mean over the active sequences' tokens, or over their means, exactly."""
+def mean_loss(losses: Sequence[Sequence[float]], active: Sequence[bool], *, reduction: str) -> Fraction:
+    """The mean over the active sequences' tokens, over their means, or of their means over all sequences, exactly."""
     kept = [[Fraction(loss) for loss in row] for row, is_active in zip(losses, active, strict=True) if is_active]
-    if by_sequence:
-        return sum((sum(row, Fraction(0)) / len(row) for row in kept), Fraction(0)) / len(kept)
+    if reduction != "token_mean":
+        number = len(losses) if reduction == "sequence_mean_of_all" else len(kept)
+        return sum((sum(row, Fraction(0)) / len(row) for row in kept), Fraction(0)) / number
     return sum((sum(row, Fraction(0)) for row in kept), Fraction(0)) / sum(len(row) for row in kept)
 
 
