@@ -27,11 +27,16 @@ def top_ids(logits: Float[Tensor, "token vocab"], *, k: int) -> Int[Tensor, "tok
     vocab = logits.shape[1]
     if not 1 <= k <= vocab:
         raise SpecError(f"top_ids: got k {k}, expected 1 to {vocab} (the vocabulary). Lower top_k.")
-    logits = logits.detach()
-    best = torch.topk(logits, k, dim=1)
+    ids = ranked_ids(logits.detach(), k=k)
     # NaN counts as the largest, so one anywhere in a row is among its best.
-    if torch.isnan(best.values).any():
+    if torch.isnan(logits.detach().gather(1, ids)).any():
         raise DataError("top_ids: got a NaN logit, expected numbers. Look for the step where the weights diverged.")
+    return ids
+
+
+def ranked_ids(logits: Float[Tensor, "token vocab"], *, k: int) -> Int[Tensor, "token k"]:
+    """`top_ids` without its checks: a NaN counts as the largest."""
+    best = torch.topk(logits, k, dim=1)
     threshold = best.values[:, -1:]
     is_cut = (logits == threshold).sum(dim=1) > (best.values == threshold).sum(dim=1)
     ids = best.indices
