@@ -169,7 +169,7 @@ def _sum_backwards(values: Float[Tensor, " token"], lengths: Sequence[int], *, d
     if not len(values):
         return values.clone()
     # The zeros behind a shorter sequence leave its sum at 0 until its last token is reached.
-    columns = pad_sequence(list(values.split(list(lengths))))
+    columns = pad_sequence(list(torch.split(values, list(lengths))))
     total = torch.zeros_like(columns[0])
     for row in reversed(range(len(columns))):
         total = columns[row] + decay * total

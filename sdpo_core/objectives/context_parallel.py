@@ -116,6 +116,7 @@ def exchange_rows(
         DataError: on all ranks, after the exchange, if a row is held by no rank or by several; on a rank whose number
             of a row is out of range.
     """
+    rows = rows.to(local.device)
     is_inside = (rows >= 0) & (rows < total)
     # A column of ones counts the ranks that hold a row, in the one collective that runs whatever the data are.
     marked = torch.cat([local.detach(), torch.ones_like(local[:, :1])], dim=1)

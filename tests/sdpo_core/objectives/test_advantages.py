@@ -104,8 +104,8 @@ def test_leave_one_out_advantages_of_a_hand_worked_group() -> None:
 def test_leave_one_out_advantages_are_the_oracles_and_a_multiple_of_the_groups(rows: list[list[float]]) -> None:
     scores = torch.tensor(rows, dtype=torch.float64)
     found = leave_one_out_advantages(scores)
-    for row, expected in zip(found.tolist(), rows, strict=True):
-        assert row == pytest.approx(returns.leave_one_out(expected), abs=1e-15)
+    for row, given_scores in zip(found.tolist(), rows, strict=True):
+        assert row == pytest.approx(returns.leave_one_out(given_scores), abs=1e-15)
     size = scores.shape[1]
     expected = group_advantages(scores, normalise_std=False) * size / (size - 1)
     assert torch.allclose(found, expected, rtol=1e-15, atol=1e-16)

@@ -151,8 +151,8 @@ def test_the_coefficient_of_a_term_survives_a_whitened_advantage() -> None:
 
     assert torch.equal(slope(2.0), 2 * slope(1.0))
     assert torch.equal(slope(1.0), gap)
-    together = [gradient(clipped(logp, whiten(task - factor * gap)), at=logp) for factor in (1.0, 2.0)]
-    assert torch.allclose(*together, rtol=1e-6, atol=0)
+    once, twice = (gradient(clipped(logp, whiten(task - factor * gap)), at=logp) for factor in (1.0, 2.0))
+    assert torch.allclose(once, twice, rtol=1e-6, atol=0)
 
 
 @given(st.lists(st.floats(-1, 1), min_size=3, max_size=8), st.floats(0.1, 4))
@@ -174,9 +174,12 @@ def test_a_return_to_go_of_log_ratios_trains_the_kl_of_the_whole_sequence(discou
     The gradient of E[sum of k1] credits the first token with the second's log-ratio as well; its own alone is another.
     """
     generator = torch.Generator().manual_seed(0)
-    shape = {"generator": generator, "dtype": torch.float64}
-    first, second = torch.randn(3, **shape).requires_grad_(), torch.randn(3, 3, **shape).requires_grad_()
-    targets = torch.randn(3, **shape).log_softmax(0), torch.randn(3, 3, **shape).log_softmax(1)
+    first, second, *other = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3), (3,), (3, 3))
+    )
+    first.requires_grad_()
+    second.requires_grad_()
+    targets = other[0].log_softmax(0), other[1].log_softmax(1)
     # [first token, second token, which of the two]
     logp, target = (
         torch.stack([rows[0][:, None].expand(3, 3), rows[1]], dim=2)

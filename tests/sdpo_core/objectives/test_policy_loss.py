@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -276,7 +276,7 @@ def test_policy_losses_are_exact_to_1e_10_and_in_float32_to_2e_5() -> None:
     taus = [1.0 if token[2] > 0 else 1.05 for token in tokens]
     pairs = list(zip(tokens, taus, strict=True))
     clips = {"low": 0.2, "high": 0.28, "dual_clip": 3.0}
-    expected = {
+    expected: dict[Callable[..., Tensor], list[list[float]]] = {
         clipped: [
             [function(*token, **clips) for token in tokens] for function in (policy.surrogate, policy.surrogate_slope)
         ],

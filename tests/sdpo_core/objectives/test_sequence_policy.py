@@ -113,8 +113,9 @@ def test_sequence_policy_loss_ignores_order_and_the_other_sequences(
     permuted = sequence_policy_loss(logp[places], old_logp[places], advantage[places], sequence[places], **CLIPS)
     # A sum in another order.
     assert permuted.tolist() == pytest.approx(loss[places].tolist(), rel=1e-13)
-    alone = sequence_policy_loss(*(value[sequence == 0] for value in (logp, old_logp, advantage, sequence)), **CLIPS)
-    assert torch.equal(alone, loss[sequence == 0])
+    first = sequence == 0
+    alone = sequence_policy_loss(logp[first], old_logp[first], advantage[first], sequence[first], **CLIPS)
+    assert torch.equal(alone, loss[first])
 
 
 def test_sequence_policy_loss_takes_numbers_that_no_token_has() -> None:
@@ -182,10 +183,8 @@ def test_sequence_policy_loss_is_exact_to_1e_10_and_in_float32_to_2e_5() -> None
             for _ in range(6)
         ]
         low = columns(rows, dtype=torch.float32)
-        rows = [
-            [tuple(float(value.detach()[place]) for value in low[:3]) for place in (low[3] == number).nonzero()[:, 0]]
-            for number in range(6)
-        ]
+        tokens_ = list(zip(*(value.tolist() for value in low), strict=True))
+        rows = [[(new, old, gain) for new, old, gain, place in tokens_ if place == number] for number in range(6)]
         losses, slopes = oracle(rows)
         high = columns(rows)
         for (logp, old_logp, advantage, sequence), bound in ((high, 1e-10), (low, 2e-5)):

@@ -1,0 +1,29 @@
+"""Runs a function in several processes that form a gloo group; what one raises, the caller raises."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.multiprocessing.spawn import spawn
+
+Work = Callable[[ProcessGroup], None]
+
+
+def run_processes(work: Work, *, size: int, folder: Path) -> None:
+    """`work`, a function of a module, once in each of `size` new processes."""
+    spawn(join_group, args=(work, size, str(folder / f"group{size}")), nprocs=size)
+
+
+def join_group(rank: int, work: Work, size: int, store: str) -> None:
+    """The life of one process of the group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=size)
+    try:
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("no group was formed")
+        work(group)
+    finally:
+        dist.destroy_process_group()
