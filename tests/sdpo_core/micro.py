@@ -9,21 +9,72 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from sdpo_core.backends.base import TokenRow
+from sdpo_core.algorithm_specs import TeacherSpec
+from sdpo_core.backends.base import TokenRow, WeightsAt
 from sdpo_core.backends.hf_model import HfModel
 from sdpo_core.cell import Cell, CellData, Workers
 from sdpo_core.journal import Journal
+from sdpo_core.metrics import Trait
 from sdpo_core.records import Grade, GradedRollout, Message, Problem, Rollout, Split, Verdict
-from sdpo_core.specs import CellSpec, SdpoSpec, TokenizerSpec
+from sdpo_core.specs import CellSpec, TokenizerSpec
 from sdpo_core.text import ChatTokenizer, build_tokenizer
-from sdpo_core.workers import StudentWorker, TeacherWorker
+from sdpo_core.workers import ANCHOR, StudentWorker, TeacherWorker
 
 MAX_POSITIONS = 256
 
+_STATIC = {"schedule": "static"}
+_OPD = {"teacher": _STATIC, "coefficient": 0.5}
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"name": "grpo"},
-    "sdpo-static": {"name": "sdpo", "teacher": {"schedule": "static"}, "top_k": 5},
-    "sdpo-ema": {"name": "sdpo", "teacher": {"schedule": "ema", "rate": 0.25}, "top_k": 5},
+    "sdpo-static": {"name": "sdpo", "teacher": _STATIC, "divergence": {"top_k": 5}},
+    "sdpo-ema": {"name": "sdpo", "teacher": {"schedule": "ema", "rate": 0.25}, "divergence": {"top_k": 5}},
+    "sdpo-live": {"name": "sdpo", "teacher": {"schedule": "live"}},
+    "sdpo-trust-region": {"name": "sdpo", "teacher": {"schedule": "trust_region", "rate": 0.25}},
+    "sdpo-full": {"name": "sdpo", "teacher": _STATIC, "divergence": {"support": "full", "top_k": None}},
+    "blend": {"name": "sdpo", "teacher": _STATIC, "blend": {"weight": 0.5}},
+    "opsd": {"name": "opsd"},
+    "gspo": {"name": "gspo"},
+    "sapo": {"name": "sapo"},
+    "rloo": {"name": "rloo"},
+    "reinforce-pp": {"name": "reinforce_pp"},
+    "reinforce-pp-baseline": {"name": "reinforce_pp_baseline"},
+    "ppo": {"name": "ppo"},
+    "grpo-k1": {"name": "grpo", "anchor": {"coefficient": 0.1, "estimator": "k1", "discount": 1.0}},
+    "grpo-k2": {"name": "grpo", "anchor": {"coefficient": 0.1, "estimator": "k2", "placement": "loss"}},
+    "opd": {"name": "grpo", "opd": {**_OPD, "only": True}},
+    "opd-k2": {"name": "grpo", "opd": {**_OPD, "estimator": "k2", "placement": "loss"}},
+    **{
+        f"opd-{support}": {
+            "name": "grpo",
+            "opd": {
+                **_OPD,
+                "estimator": "divergence",
+                "placement": "loss",
+                "divergence": {"support": support, "top_k": None if support == "full" else 4},
+            },
+        }
+        for support in ("student", "teacher", "union", "full")
+    },
+}
+
+# What each arm has beside "any", by hand.
+TRAITS: Mapping[str, frozenset[Trait]] = {
+    **dict.fromkeys(("grpo", "gspo", "sapo", "rloo", "reinforce-pp", "reinforce-pp-baseline"), frozenset()),
+    "sdpo-static": frozenset({"teacher", "divergence", "support", "context"}),
+    **dict.fromkeys(
+        ("sdpo-ema", "sdpo-live", "sdpo-trust-region"),
+        frozenset({"teacher", "follows", "divergence", "support", "context"}),
+    ),
+    "sdpo-full": frozenset({"teacher", "divergence", "context"}),
+    "blend": frozenset({"teacher", "divergence", "support", "context"}),
+    "opsd": frozenset({"teacher", "divergence", "context"}),
+    "ppo": frozenset({"value"}),
+    "grpo-k1": frozenset({"anchor"}),
+    "grpo-k2": frozenset({"anchor"}),
+    "opd": frozenset({"teacher", "sampled"}),
+    "opd-k2": frozenset({"teacher", "sampled"}),
+    **dict.fromkeys(("opd-student", "opd-teacher", "opd-union"), frozenset({"teacher", "divergence", "support"})),
+    "opd-full": frozenset({"teacher", "divergence"}),
 }
 
 
@@ -105,6 +156,7 @@ def make_problem(index: int, *, split: Split = "train", prompt: tuple[Message, .
         reference={},
         source={},
         details={},
+        privileged="a" * (1 + index % 3),
     )
 
 
@@ -148,10 +200,14 @@ def make_member(
 
 def plain_workers(spec: CellSpec, *, folder: Path) -> Workers:
     """The workers as plain objects in this process."""
-    has_teacher = isinstance(spec.algorithm, SdpoSpec)
+
+    def worker(life: TeacherSpec | None) -> TeacherWorker | None:
+        return life and TeacherWorker(spec, life=life, at=WeightsAt(folder=folder), device="cpu")
+
     return Workers(
         student=StudentWorker(spec, folder=folder, device="cpu"),
-        teacher=TeacherWorker(spec, folder=folder, device="cpu") if has_teacher else None,
+        teacher=worker(spec.teacher),
+        anchor=worker(None if spec.anchor is None else ANCHOR),
     )
 
 

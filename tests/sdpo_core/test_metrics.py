@@ -1,5 +1,7 @@
 """Which metrics an arm owes, and how a run's steps become one number."""
 
+from typing import get_args
+
 import pytest
 
 from sdpo_core.errors import DataError
@@ -12,11 +14,34 @@ def _step(**values: float | None) -> tuple[Moment, dict[str, float | None]]:
 
 
 def test_promised_grows_with_the_traits() -> None:
-    plain, distill = promised("step", []), promised("step", ["distill"])
-    ema = promised("step", ["distill", "ema"])
-    assert plain < distill < ema
-    assert "distill/divergence" in distill - plain
-    assert ema - distill == {"cost/ema_updates", "cost/ema_seconds"}
+    """What each trait adds to a step, by hand."""
+    plain = promised("step", [])
+    added = {trait: promised("step", [trait]) - plain for trait in get_args(Trait)}
+    assert all(plain <= promised("step", [trait]) for trait in added)
+    assert added["any"] == frozenset()
+    assert added["teacher"] == {
+        "distill/tokens",
+        "distill/teacher_entropy",
+        "teacher/failed_fraction",
+        "cost/peak_memory_bytes/teacher",
+        "cost/teacher_forwards",
+        "cost/teacher_seconds",
+    }
+    assert added["follows"] == {"cost/ema_updates", "cost/ema_seconds"}
+    assert added["divergence"] == {"distill/divergence", "distill/clipped_fraction"}
+    assert added["support"] == {
+        "distill/kl_reverse",
+        "distill/kl_forward",
+        "distill/student_coverage",
+        "distill/teacher_coverage",
+        "distill/tail_share",
+        "distill/topk_overlap",
+    }
+    assert added["sampled"] == {"distill/sampled_kl"}
+    assert {name.split("/")[0] for name in added["context"]} == {"feedback"}
+    assert added["anchor"] == {"drift/kl_to_base", "cost/peak_memory_bytes/anchor"}
+    assert added["value"] == {"train/value_loss"}
+    assert promised("step", added) == plain.union(*added.values())
 
 
 def test_promised_keeps_the_moments_apart() -> None:
@@ -26,11 +51,12 @@ def test_promised_keeps_the_moments_apart() -> None:
     # Test figures come at the end and at no other moment.
     assert {name.split("/")[0] for name in end} == {"test", "test_at_best_dev"}
     assert not [name for name in step | evaluate if name.startswith("test")]
+    assert promised("start", []) == frozenset()
+    assert promised("start", get_args(Trait)) == promised("start", ["divergence"]) == {"distill/self_distance"}
 
 
 def test_every_metric_is_promised_to_somebody() -> None:
-    moments: tuple[Moment, ...] = ("step", "evaluate", "end")
-    traits: tuple[Trait, ...] = ("any", "distill", "ema")
+    moments, traits = get_args(Moment), get_args(Trait)
     assert frozenset[str]().union(*(promised(moment, traits) for moment in moments)) == METRICS.keys()
 
 
@@ -54,7 +80,7 @@ def test_check_emitted_refuses_a_hole() -> None:
 
 
 def test_check_emitted_refuses_a_metric_of_another_arm() -> None:
-    values: dict[str, float | None] = dict.fromkeys(promised("step", ["distill"]), 0.0)
+    values: dict[str, float | None] = dict.fromkeys(promised("step", ["teacher"]), 0.0)
     with pytest.raises(DataError, match="undeclared"):
         check_emitted(values, moment="step", traits=[], where="x")
 
