@@ -20,7 +20,7 @@ from typing import Any
 from data_prep.baselines import baselines
 from data_prep.manifest import MANIFEST_NAME, Manifest, data_digest
 from data_prep.rules import Outcome, apply_rules
-from data_prep.shapes.base import Origin, Quarantined, RowRejectedError, Shape
+from data_prep.shapes.base import Origin, Quarantined, RowRejectedError, Shape, parse_json_line
 from data_prep.sources import SourceContent, read_source, supplied_path
 from data_prep.splits import Candidate, RawRow
 from data_prep.table import DATASETS, DatasetEntry
@@ -49,7 +49,7 @@ def prepare_dataset(name: str, *, home: Path) -> Manifest:
 
 def _collect(name: str, *, entry: DatasetEntry, contents: Sequence[SourceContent]) -> Outcome:
     rows = [row for content in contents for row in _raw_rows(name, entry=entry, content=content)]
-    read = (_read_row(row, shape=entry.shape) for row in entry.policy.order(rows))
+    read = (item for row in entry.policy.order(rows) for item in _read_row(row, shape=entry.shape))
     candidates: list[Candidate] = []
     rejected: list[Quarantined] = []
     for item in entry.policy.assign(read):
@@ -80,11 +80,17 @@ def _raw_rows(name: str, *, entry: DatasetEntry, content: SourceContent) -> Iter
             yield RawRow(line=line, origin=origin)
 
 
-def _read_row(row: RawRow, *, shape: Shape) -> Candidate | Quarantined:
+def _read_row(row: RawRow, *, shape: Shape) -> Iterator[Candidate | Quarantined]:
     try:
-        return Candidate(problem=shape.problem(shape.parse(row.line), row.origin), row=row)
+        is_word = shape.name == "word"
+        parsed = {"word": row.line.decode(errors="replace").strip()} if is_word else parse_json_line(row.line)
+        for item in shape.problems(parsed, row.origin):
+            if isinstance(item, Problem):
+                yield Candidate(problem=item, row=row)
+            else:
+                yield row.quarantined(item.code, item.note)
     except RowRejectedError as rejection:
-        return row.quarantined(rejection.code, rejection.note)
+        yield row.quarantined(rejection.code, rejection.note)
 
 
 def _check_survivors(contents: Sequence[SourceContent], *, outcome: Outcome) -> None:

@@ -1,9 +1,9 @@
-"""What every source shape offers: one line to a row, one row to a canonical problem, or a rejection with a code."""
+"""What every source shape offers: a row to canonical problems, or a rejection with a code."""
 
 import hashlib
 import json
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,13 @@ from sdpo_core.records import Problem, Split
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where a row stands. `source` is the middle part of its problem's id; `line` counts from 1."""
+    """Where a row stands. `source` is the middle part of its problem's id; `line` counts from 1.
+
+    `domain` is the one its data set declares; None leaves it to rows that name their own.
+    """
 
     dataset: str
-    domain: str
+    domain: str | None
     source: str
     repository: str
     revision: str
@@ -69,14 +72,16 @@ class Quarantined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A source shape: `parse` reads one line, `problem` makes the canonical problem.
+    """A source shape: `has_keys` tells its rows by their keys, `problems` makes canonical problems of one row.
 
-    Both raise RowRejectedError, and nothing else, on whatever a source holds.
+    An API of ToolAlpaca holds many requests, so a row gives any number of problems. What cannot be kept is a
+    RowRejectedError: yielded in the place of one problem, or raised where the whole row is refused. Nothing else is
+    raised on whatever JSON object a source holds.
     """
 
     name: str
-    parse: Callable[[bytes], Mapping[str, Any]]
-    problem: Callable[[Mapping[str, Any], Origin], Problem]
+    has_keys: Callable[[Mapping[str, Any]], bool]
+    problems: Callable[[Mapping[str, Any], Origin], Iterator[Problem | RowRejectedError]]
 
 
 def parse_json_line(line: bytes) -> Mapping[str, Any]:
@@ -106,6 +111,13 @@ def index_field(row: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise RowRejectedError("missing_field", f"{key}: got {_short(value)}, expected a whole number")
     return value
+
+
+def declared_domain(origin: Origin) -> str:
+    """The domain of rows that do not name one themselves."""
+    if origin.domain is None:
+        raise RowRejectedError("missing_field", "the row names no domain, expected a data set that declares one")
+    return origin.domain
 
 
 def comparison_key(text: str) -> str:

@@ -5,7 +5,7 @@ in the prompt, since an option's or stem's own line may begin like a label.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from data_prep.shapes.base import (
@@ -13,9 +13,9 @@ from data_prep.shapes.base import (
     RowRejectedError,
     Shape,
     comparison_key,
+    declared_domain,
     group_key,
     index_field,
-    parse_json_line,
     text_field,
 )
 from sdpo_core.records import Message, Problem
@@ -25,6 +25,14 @@ _LABEL_LINE = re.compile(r"^([A-Z]): ?", re.MULTILINE)
 _SEQUENCE = re.compile(r"[A-Z]{20,}")
 _PROMISES_DATA = re.compile(r"\bgiven (?:the following|data)\b", re.IGNORECASE)
 _DECIMAL = re.compile(r"\d\.\d")
+
+
+def _has_keys(row: Mapping[str, Any]) -> bool:
+    return {"kind", "prompt"} <= row.keys() and row["kind"] != "tooluse"
+
+
+def _problems(row: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
+    yield _problem(row, origin)
 
 
 def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
@@ -42,7 +50,7 @@ def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
         label=gold,
         dataset=origin.dataset,
         task="mcq",
-        domain=origin.domain,
+        domain=declared_domain(origin),
         split=origin.split,
         group_key=_group(stem, choices=choices),
         reference={
@@ -55,7 +63,7 @@ def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
     )
 
 
-SHAPE = Shape(name="sciknoweval-reference", parse=parse_json_line, problem=_problem)
+SHAPE = Shape(name="sciknoweval-reference", has_keys=_has_keys, problems=_problems)
 
 
 def split_options(prompt: str) -> tuple[str, dict[str, str]]:

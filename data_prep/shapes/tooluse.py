@@ -13,9 +13,9 @@ from data_prep.shapes.base import (
     Origin,
     RowRejectedError,
     Shape,
+    declared_domain,
     group_key,
     index_field,
-    parse_json_line,
     text_field,
 )
 from sdpo_core.fingerprint import canonical_json
@@ -25,6 +25,14 @@ _API = re.compile(r"^Name: (.+)$", re.MULTILINE)
 _DOCUMENTATION = re.compile(r"^Documentation:\n(.*?)^Use the following format:$", re.MULTILINE | re.DOTALL)
 _TOOL = re.compile(r"^([^\s:]+):[^\n]*\nParameters: ", re.MULTILINE)
 _REQUEST = "\nQuestion: "
+
+
+def _has_keys(row: Mapping[str, Any]) -> bool:
+    return {"kind", "prompt"} <= row.keys() and row["kind"] == "tooluse"
+
+
+def _problems(row: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
+    yield _problem(row, origin)
 
 
 def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
@@ -45,7 +53,7 @@ def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
         label=canonical_json(calls),
         dataset=origin.dataset,
         task="tool_call",
-        domain=origin.domain,
+        domain=declared_domain(origin),
         split=origin.split,
         group_key=group_key(api, request),
         reference={"calls": calls, "tool_names": tools, "order": "any"},
@@ -55,7 +63,7 @@ def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
     )
 
 
-SHAPE = Shape(name="tooluse-reference", parse=parse_json_line, problem=_problem)
+SHAPE = Shape(name="tooluse-reference", has_keys=_has_keys, problems=_problems)
 
 
 def _read_prompt(prompt: str) -> tuple[str, list[str], str]:

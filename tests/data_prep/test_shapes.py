@@ -1,15 +1,17 @@
 """Source shapes: real rows and broken rows of each."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_prep.shapes import sciknoweval, spell_backward, tooluse
-from data_prep.shapes.base import Origin, RowRejectedError
+from data_prep.shapes.base import Origin, RowRejectedError, Shape, parse_json_line
 from data_prep.sources import SourceFile, read_source
+from sdpo_core.records import Problem
 
-SHAPES = {"sciknoweval": sciknoweval.SHAPE, "tooluse": tooluse.SHAPE, "words": spell_backward.SHAPE}
 FILES = {
     "sciknoweval": "lasgroup-sdpo/sciknoweval/physics/test.json",
     "material": "lasgroup-sdpo/sciknoweval/material/test.json",
@@ -27,6 +29,14 @@ def _lines(kind: str) -> list[bytes]:
     return [line for line in content.lines if line is not None]
 
 
+def _problem(shape: Shape, row: Mapping[str, Any]) -> Problem:
+    """The one problem of a row; a rejection raises."""
+    (found,) = shape.problems(row, ORIGIN)
+    if isinstance(found, RowRejectedError):
+        raise found
+    return found
+
+
 def _row(kind: str, idx: int) -> dict[str, object]:
     return next(row for line in _lines(kind) if (row := json.loads(line))["idx"] == idx)
 
@@ -34,7 +44,7 @@ def _row(kind: str, idx: int) -> dict[str, object]:
 def test_sciknoweval_reads_real_rows_unchanged():
     for line in _lines("sciknoweval")[:3]:
         raw = json.loads(line)
-        problem = sciknoweval.SHAPE.problem(sciknoweval.SHAPE.parse(line), ORIGIN)
+        problem = _problem(sciknoweval.SHAPE, parse_json_line(line))
         assert [turn.content for turn in problem.prompt] == [raw["system"], raw["prompt"]]
         assert problem.id == f"d/s/{raw['idx']}"
         assert problem.label == problem.reference["answer_key"] == raw["answer"]
@@ -43,7 +53,7 @@ def test_sciknoweval_reads_real_rows_unchanged():
 
 def test_sciknoweval_trims_options_with_blank_lines_between():
     row = _row("material", 273)
-    problem = sciknoweval.SHAPE.problem(row, ORIGIN)
+    problem = _problem(sciknoweval.SHAPE, row)
     texts = [choice["text"].split(" ")[0] for choice in problem.reference["choices"]]
     assert texts == ["1025.67", "1094.31", "1200.45", "1150.78"]
 
@@ -63,7 +73,7 @@ def test_group_key_joins_permuted_options_and_parts_generic_pairs():
     pair = {**row, "prompt": f"Which?\n\nA: {'MKV' * 9}\nB: {'MKL' * 9}"}
     swapped = {**row, "prompt": f"Which?\n\nA: {'MKL' * 9}\nB: {'MKV' * 9}"}
     third = {**row, "prompt": f"Which?\n\nA: {'MKL' * 9}\nB: {'MKA' * 9}"}
-    keys = [sciknoweval.SHAPE.problem(item, ORIGIN).group_key for item in (row, other, pair, swapped, third)]
+    keys = [_problem(sciknoweval.SHAPE, item).group_key for item in (row, other, pair, swapped, third)]
     assert keys[0] == keys[1]
     assert keys[2] == keys[3] != keys[0]
     assert keys[4] not in keys[:4]
@@ -86,14 +96,14 @@ def test_group_key_joins_permuted_options_and_parts_generic_pairs():
 def test_sciknoweval_rejects_broken_rows(change, code):
     row = {**json.loads(_lines("sciknoweval")[0]), **change}
     with pytest.raises(RowRejectedError) as rejection:
-        sciknoweval.SHAPE.problem(row, ORIGIN)
+        _problem(sciknoweval.SHAPE, row)
     assert rejection.value.code == code
 
 
 def test_tooluse_reads_real_rows():
     for line in _lines("tooluse")[:3]:
         raw = json.loads(line)
-        problem = tooluse.SHAPE.problem(tooluse.SHAPE.parse(line), ORIGIN)
+        problem = _problem(tooluse.SHAPE, parse_json_line(line))
         assert [turn.content for turn in problem.prompt] == [raw["prompt"]]
         assert problem.reference["tool_names"] == [
             "getRandomAxolotlImage",
@@ -106,7 +116,7 @@ def test_tooluse_reads_real_rows():
 
 
 def test_tooluse_keeps_nested_arguments():
-    problem = tooluse.SHAPE.problem(_row("tooluse", 4072), ORIGIN)
+    problem = _problem(tooluse.SHAPE, _row("tooluse", 4072))
     arguments = problem.reference["calls"][0]["arguments"]
     assert arguments["profileData"] == {"profilePictureUrl": "https://example.com/new_image.jpg"}
 
@@ -134,35 +144,43 @@ def _answer(**call: object) -> dict[str, object]:
 def test_tooluse_rejects_broken_rows(change, code):
     row = {**json.loads(_lines("tooluse")[0]), **change}
     with pytest.raises(RowRejectedError) as rejection:
-        tooluse.SHAPE.problem(row, ORIGIN)
+        _problem(tooluse.SHAPE, row)
     assert rejection.value.code == code
 
 
 def test_tooluse_keeps_a_lone_dollar():
     row = {**json.loads(_lines("tooluse")[0]), **_answer(Action_Input='{"category": "pa$$word"}')}
-    assert tooluse.SHAPE.problem(row, ORIGIN).reference["calls"][0]["arguments"] == {"category": "pa$$word"}
+    assert _problem(tooluse.SHAPE, row).reference["calls"][0]["arguments"] == {"category": "pa$$word"}
 
 
 def test_words_read_real_rows():
     for line in (b"aal", b"dragon", b"zoo"):
         assert line in _lines("words")
-        problem = spell_backward.SHAPE.problem(spell_backward.SHAPE.parse(line), ORIGIN)
+        problem = _problem(spell_backward.SHAPE, {"word": line.decode()})
         word = line.decode()
         assert problem.prompt[0].content == f"Spell this word backward (example: sun -> nus): {word}"
         assert problem.reference == {"answer": word[::-1], "word": word}
         assert problem.privileged == word[::-1]
 
 
-@pytest.mark.parametrize(("line", "code"), [(b"level", "palindrome"), (b"Ada9", "not_a_word"), (b"\xff", "not_a_word")])
-def test_words_reject_broken_rows(line, code):
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [
+        ("level", "palindrome"),
+        ("Ada9", "not_a_word"),
+        ("\ufffd", "not_a_word"),
+        (" ", "missing_field"),
+        (3, "missing_field"),
+    ],
+)
+def test_words_reject_broken_rows(word, code):
     with pytest.raises(RowRejectedError) as rejection:
-        spell_backward.SHAPE.problem(spell_backward.SHAPE.parse(line), ORIGIN)
+        _problem(spell_backward.SHAPE, {"word": word})
     assert rejection.value.code == code
 
 
 @pytest.mark.parametrize("line", [b"{", b"[1]", b"\xff{}", b'{"prompt": "\\ud800"}', b"[" * 100_000])
 def test_parse_json_line_rejects_what_is_no_object(line):
-    for shape in (sciknoweval.SHAPE, tooluse.SHAPE):
-        with pytest.raises(RowRejectedError) as rejection:
-            shape.parse(line)
-        assert rejection.value.code == "bad_json"
+    with pytest.raises(RowRejectedError) as rejection:
+        parse_json_line(line)
+    assert rejection.value.code == "bad_json"
