@@ -98,7 +98,7 @@ def discounted_returns(
 ) -> Float[Tensor, " token"]:
     """Sum of a token's reward and the discounted rewards after it in its own sequence.
 
-    G_t = sum over t' >= t of discount^(t' - t) r_t'. Discount 0 leaves the rewards; 1 sums to the end.
+    R_t = sum over t' >= t of discount^(t' - t) r_t'. Discount 0 leaves the rewards; 1 sums to the end.
 
     Args:
         rewards: [token] the sequences one behind the other.
@@ -126,7 +126,7 @@ def generalised_advantages(
 ) -> GeneralisedAdvantages:
     """Generalised advantage estimates of each sequence; the value after its last token is 0.
 
-    d_t = r_t + discount V_{t+1} - V_t;  A_t = sum over t' >= t of (discount trace_decay)^(t' - t) d_t'.
+    A_t = sum over t' >= t of (discount trace_decay)^(t' - t) (r_t' + discount b_{t'+1} - b_t'), b the values.
 
     Args:
         rewards: [token] the sequences one behind the other.

@@ -23,9 +23,9 @@ def sequence_policy_loss(
 ) -> Float[Tensor, " token"]:
     """GSPO in token form: the sequence's ratio as value, the token's own log-probability for the gradient.
 
-    With s = exp(mean over the sequence of log(p / p_old)), a constant, and u = s p / sg(p): max(-A u, -A clip(u,
-    1 - clip_low, 1 + clip_high)). The gradient of a token is -s A with its own A, and 0 where the clip of s binds. With
-    one A for all its tokens this is GSPO; differentiating s itself would give every token the mean A of its sequence,
+    With U = exp(mean over the sequence of log(p / p_old)), a constant, and u = U p / sg(p): max(-A u, -A clip(u,
+    1 - clip_low, 1 + clip_high)). The gradient of a token is -A U with its own A, and 0 where the clip of U binds. With
+    one A for all its tokens this is GSPO; differentiating U itself would give every token the mean A of its sequence,
     and a term that differs by token (distillation) would be averaged away.
 
     Args:
@@ -79,6 +79,6 @@ def held_ratio_policy_loss(
         )
     check_finite({"logp": logp, "log_ratio": log_ratio, "advantage": advantage}, where="sequence_policy_loss")
     gain = advantage.detach()
-    # exp(0) is exactly 1: the value is s, the slope that of log p.
+    # exp(0) is exactly 1: the value is U, the slope U times that of log p.
     ratio = log_ratio.detach().exp() * (logp - logp.detach()).exp()
     return torch.maximum(-gain * ratio, -gain * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))

@@ -17,7 +17,7 @@ def value_loss(
 ) -> Float[Tensor, " token"]:
     """Half the squared error of each token's value, pessimistic about moves of more than `clip`.
 
-    The larger of (V - R)^2 / 2 and (V_old + clamp(V - V_old, -clip, clip) - R)^2 / 2. The gradient is V - R, and 0
+    The larger of (b - R)^2 / 2 and (b_old + clamp(b - b_old, -clip, clip) - R)^2 / 2. The gradient is b - R, and 0
     where the second is larger; it reaches `value` only.
 
     Args:

@@ -296,6 +296,19 @@ def test_advantages_of_sequences_carry_no_gradient() -> None:
     assert not found.returns.requires_grad
 
 
+def test_group_baselines_are_exact_to_1e_10_and_in_float32_to_2e_5() -> None:
+    """1,000 random groups of 8; both precisions and the oracle start from the same float32 numbers."""
+    low = torch.rand(1000, 8, generator=torch.Generator().manual_seed(0))
+    rows = low.tolist()
+    for scores, bound in ((low.double(), 1e-10), (low, 2e-5)):
+        for normalise_std in (False, True):
+            found = group_advantages(scores, normalise_std=normalise_std)
+            expected = [policy.advantages(row, normalise_std=normalise_std) for row in rows]
+            assert relative_error(found, torch.tensor(expected, dtype=torch.float64)) <= bound
+        expected = [returns.leave_one_out(row) for row in rows]
+        assert relative_error(leave_one_out_advantages(scores), torch.tensor(expected, dtype=torch.float64)) <= bound
+
+
 def test_advantages_are_exact_to_1e_10_and_in_float32_to_2e_5() -> None:
     """50 random steps of 40 sequences of up to 30 tokens; errors relative to the largest number of the step."""
     for seed in range(50):
