@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check secrets lock clean
+.PHONY: demo test check mutants secrets lock clean
 
 demo: $(READY)  ## train experiment e001 and write results/e001/results.md
 	@$(BIN)/sdpo run e001
@@ -32,6 +32,9 @@ check: $(READY)  ## lint, format, types, import directions
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy $(SOURCES)
 	@$(BIN)/lint-imports
+
+mutants: $(READY)  ## put known bugs into copies of the code: each must make a test fail
+	@$(BIN)/python -m tests.mutants.run
 
 secrets: $(READY)  ## no key or password in a tracked file
 	@git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook --no-verify --baseline .secrets.baseline
