@@ -1,6 +1,7 @@
 """The fingerprint of a cell: a hash of what determines its result, and of nothing else.
 
-Spec, digests of the data and of the base weights, and the numerics version enter; hosts, paths and commits do not.
+Spec, digests of the data and of the base weights, the teacher's own where the profile has a teacher model, and the
+numerics version enter; hosts, paths and commits do not.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from sdpo_core.errors import SpecError
 from sdpo_core.specs import BaseSpec, CellSpec
 
 # Raise it when a change of code alters numbers under an unchanged spec; cells of another version are `stale`.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 # The same for base weights. Apart from the other, so that cells of an older numerics version are still known by their
 # base, and read `stale` instead of `missing`.
 WARMUP_VERSION = 1
@@ -49,14 +50,20 @@ def base_fingerprint(spec: BaseSpec, *, data_digests: Mapping[str, str]) -> str:
 
 
 def cell_fingerprint(
-    spec: CellSpec, *, data_digest: str, base_digest: str, numerics_version: int = NUMERICS_VERSION
+    spec: CellSpec,
+    *,
+    data_digest: str,
+    base_digest: str,
+    teacher_digest: str | None,
+    numerics_version: int = NUMERICS_VERSION,
 ) -> str:
-    """Fingerprint of a cell."""
+    """Fingerprint of a cell. `teacher_digest`: of the weights of `teacher_base`, for a cell that has one."""
     return digest(
         {
             "spec": spec.model_dump(mode="json"),
             "data": data_digest,
             "base": base_digest,
+            "teacher": teacher_digest,
             "numerics": numerics_version,
         }
     )

@@ -1,7 +1,7 @@
 """One cell's journal in the store: the truth that everything else is a projection of. Torch-free.
 
     <home>/cells/<fingerprint>/
-        spec.json      the CellSpec, the fingerprint, the digests of data and base, the numerics version
+        spec.json      the CellSpec, the fingerprint, the digests of data and bases, the numerics version
         lease.json     who trains it now; an exclusive lock on this file is the lease itself
         metrics.jsonl  one line a record: {"step", "moment", "time", "metrics"}
         samples.jsonl  one line a kept rollout
@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,8 +114,17 @@ class Journal:
         return self.folder / "checkpoints"
 
     def write_spec(
-        self, spec: CellSpec, *, fingerprint: str, data_digest: str, base_digest: str, base_fingerprint: str
+        self,
+        spec: CellSpec,
+        *,
+        fingerprint: str,
+        data_digest: str,
+        base_digest: str,
+        base_fingerprint: str,
+        teacher_digest: str | None,
+        teacher_fingerprint: str | None,
     ) -> None:
+        """`base_fingerprint`, `teacher_fingerprint`: the folders under `bases` that hold the weights."""
         write_json(
             self.spec_path,
             {
@@ -123,6 +133,8 @@ class Journal:
                 "data_digest": data_digest,
                 "base_digest": base_digest,
                 "base_fingerprint": base_fingerprint,
+                "teacher_digest": teacher_digest,
+                "teacher_fingerprint": teacher_fingerprint,
                 "spec": spec.model_dump(mode="json"),
             },
         )
@@ -238,17 +250,25 @@ class Store:
     def bases(self) -> Path:
         return self.home / "bases"
 
+    @property
+    def models(self) -> Path:
+        """Hugging Face folders that the user places."""
+        return self.home / "models"
+
     def journal(self, fingerprint: str) -> Journal:
         return Journal(self.cells / fingerprint)
 
-    def status(self, spec: CellSpec, *, data_digest: str, base_digest: str) -> CellStatus:
+    def status(self, spec: CellSpec, *, data_digest: str, base_digest: str, teacher_digest: str | None) -> CellStatus:
         """State of a cell under the current numerics version; `stale` when only an older version is done."""
-        fingerprint = cell_fingerprint(spec, data_digest=data_digest, base_digest=base_digest)
+        fingerprint_at = partial(
+            cell_fingerprint, spec, data_digest=data_digest, base_digest=base_digest, teacher_digest=teacher_digest
+        )
+        fingerprint = fingerprint_at()
         status = self.journal(fingerprint).status()
         if status.state != "missing" or status.note:
             return status
         for version in range(1, NUMERICS_VERSION):
-            older = cell_fingerprint(spec, data_digest=data_digest, base_digest=base_digest, numerics_version=version)
+            older = fingerprint_at(numerics_version=version)
             if self.journal(older).result_path.exists():
                 return CellStatus(state="stale", note=f"done as {older} under numerics version {version}")
         return status

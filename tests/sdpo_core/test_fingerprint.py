@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from sdpo_core.algorithm_specs import CheckpointWeights, FolderWeights
 from sdpo_core.errors import SpecError
 from sdpo_core.fingerprint import base_fingerprint, canonical_json, cell_fingerprint, digest, file_digest
-from sdpo_core.specs import CellSpec, Spec
+from sdpo_core.spec_base import Spec
+from sdpo_core.specs import CellSpec
+
+DIGESTS: dict[str, Any] = {"data_digest": "d", "base_digest": "b", "teacher_digest": None}
 
 
 def _changed(value: Any) -> Any:
@@ -40,10 +44,10 @@ def _variants(spec: Spec, *, path: str = "") -> Iterator[tuple[str, Spec]]:
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_cell_fingerprint_moves_with_every_field(cell_spec: CellSpec) -> None:
-    seen = {cell_fingerprint(cell_spec, data_digest="d", base_digest="b"): "the spec itself"}
+    seen = {cell_fingerprint(cell_spec, **DIGESTS): "the spec itself"}
     for path, variant in _variants(cell_spec):
         assert isinstance(variant, CellSpec)
-        fingerprint = cell_fingerprint(variant, data_digest="d", base_digest="b")
+        fingerprint = cell_fingerprint(variant, **DIGESTS)
         assert fingerprint not in seen, f"{path} and {seen[fingerprint]} give one fingerprint"
         seen[fingerprint] = path
     # Reaches the leaves of every nested declaration, not only the top.
@@ -51,21 +55,39 @@ def test_cell_fingerprint_moves_with_every_field(cell_spec: CellSpec) -> None:
 
 
 def test_cell_fingerprint_moves_with_digests_and_version(cell_spec: CellSpec) -> None:
-    fingerprints = {
-        cell_fingerprint(cell_spec, data_digest="d", base_digest="b", numerics_version=1),
-        cell_fingerprint(cell_spec, data_digest="e", base_digest="b", numerics_version=1),
-        cell_fingerprint(cell_spec, data_digest="d", base_digest="c", numerics_version=1),
-        cell_fingerprint(cell_spec, data_digest="b", base_digest="d", numerics_version=1),
-        cell_fingerprint(cell_spec, data_digest="d", base_digest="b", numerics_version=2),
-    }
-    assert len(fingerprints) == 5
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"data_digest": "e"},
+        {"base_digest": "c"},
+        {"data_digest": "b", "base_digest": "d"},
+        {"teacher_digest": "b"},
+        {"numerics_version": 2},
+    )
+    fingerprints = {cell_fingerprint(cell_spec, **{**DIGESTS, "numerics_version": 1, **change}) for change in changes}
+    assert len(fingerprints) == len(changes)
+
+
+def test_cell_fingerprint_moves_with_the_teachers_weights(cell_spec: CellSpec) -> None:
+    fingerprints = {cell_fingerprint(cell_spec, **DIGESTS)}
+    several = (
+        FolderWeights(name="qwen", sha256="a" * 64),
+        FolderWeights(name="qwen", sha256="b" * 64),
+        CheckpointWeights(cell="0" * 20, step="best"),
+        CheckpointWeights(cell="0" * 20, step=40),
+    )
+    for weights in several:
+        fields = cell_spec.model_dump(mode="json")
+        fields["algorithm"]["teacher"]["weights"] = weights.model_dump(mode="json")
+        other = CellSpec.model_validate(fields)
+        assert other.teacher is not None
+        assert other.teacher.weights == weights
+        fingerprints.add(cell_fingerprint(other, **DIGESTS))
+    assert len(fingerprints) == 1 + len(several)
 
 
 def test_cell_fingerprint_survives_a_round_trip(cell_spec: CellSpec) -> None:
     again = CellSpec.model_validate_json(cell_spec.model_dump_json())
-    assert cell_fingerprint(again, data_digest="d", base_digest="b") == cell_fingerprint(
-        cell_spec, data_digest="d", base_digest="b"
-    )
+    assert cell_fingerprint(again, **DIGESTS) == cell_fingerprint(cell_spec, **DIGESTS)
 
 
 def test_base_fingerprint_moves_with_recipe_and_data(cell_spec: CellSpec) -> None:

@@ -111,11 +111,20 @@ def test_read_json_refuses_another_value(tmp_path: Path) -> None:
 
 
 def test_journal_reads_the_spec_it_wrote(journal: Journal, cell_spec: CellSpec) -> None:
-    journal.write_spec(cell_spec, fingerprint="abc", data_digest="d", base_digest="b", base_fingerprint="f")
+    journal.write_spec(
+        cell_spec,
+        fingerprint="abc",
+        data_digest="d",
+        base_digest="b",
+        base_fingerprint="f",
+        teacher_digest="t",
+        teacher_fingerprint="g",
+    )
     assert journal.read_spec() == cell_spec
     written = read_json(journal.spec_path)
     assert (written["fingerprint"], written["numerics_version"]) == ("abc", NUMERICS_VERSION)
-    assert (written["data_digest"], written["base_digest"]) == ("d", "b")
+    assert (written["data_digest"], written["base_digest"], written["teacher_digest"]) == ("d", "b", "t")
+    assert (written["base_fingerprint"], written["teacher_fingerprint"]) == ("f", "g")
 
 
 def test_journal_reads_the_records_it_appended(journal: Journal) -> None:
@@ -233,22 +242,24 @@ def test_store_finds_a_cell_of_an_older_version_stale(
     tmp_path: Path, cell_spec: CellSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path)
-    older = cell_fingerprint(cell_spec, data_digest="d", base_digest="b", numerics_version=NUMERICS_VERSION)
+    digests: dict[str, Any] = {"data_digest": "d", "base_digest": "b", "teacher_digest": None}
+    older = cell_fingerprint(cell_spec, **digests, numerics_version=NUMERICS_VERSION)
     write_json(store.journal(older).result_path, {"fingerprint": older})
-    assert store.status(cell_spec, data_digest="d", base_digest="b").state == "done"
+    assert store.status(cell_spec, **digests).state == "done"
 
     later = NUMERICS_VERSION + 1
     monkeypatch.setattr(journal_module, "NUMERICS_VERSION", later)
     monkeypatch.setattr(
         journal_module,
         "cell_fingerprint",
-        lambda spec, *, data_digest, base_digest, numerics_version=later: cell_fingerprint(
-            spec, data_digest=data_digest, base_digest=base_digest, numerics_version=numerics_version
+        lambda spec, *, numerics_version=later, **digests: cell_fingerprint(
+            spec, **digests, numerics_version=numerics_version
         ),
     )
-    status = store.status(cell_spec, data_digest="d", base_digest="b")
+    status = store.status(cell_spec, **digests)
     assert status == CellStatus(state="stale", note=f"done as {older} under numerics version {NUMERICS_VERSION}")
-    assert store.status(cell_spec, data_digest="other", base_digest="b").state == "missing"
+    assert store.status(cell_spec, **digests | {"data_digest": "other"}).state == "missing"
+    assert store.status(cell_spec, **digests | {"teacher_digest": "t"}).state == "missing"
 
 
 def test_lease_writes_its_holder_for_people(journal: Journal) -> None:
