@@ -15,14 +15,15 @@ from pathlib import Path
 from types import FrameType
 
 from sdpo_core.actors.ray_workers import connect, ray_workers
-from sdpo_core.backends.base import WorkerFacts
-from sdpo_core.cell import Cell, Workers, require_splits
+from sdpo_core.backends.base import WeightsAt
+from sdpo_core.cell import Cell, require_splits
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Journal, Store, read_json
 from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
 from tasks.cell_data import cell_data, environment, grade_at
 from tasks.failure import unexpected, write_failure
+from tasks.teacher_weights import base_model, check_weights, teacher_weights
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
@@ -77,34 +78,28 @@ def _run(store: Store, journal: Journal, *, spec: CellSpec, fingerprint: str, gp
     data = cell_data(store, spec.dataset)
     require_splits(data)
     declared = read_json(journal.spec_path)
-    folder = store.bases / str(declared["base_fingerprint"]) / "model"
-    text = ChatTokenizer.load(folder)
+    base = WeightsAt(folder=base_model(store, str(declared["base_fingerprint"])), sha256=str(declared["base_digest"]))
+    teacher = teacher_weights(store, spec=spec, declared=declared)
+    text = ChatTokenizer.load(base.folder, thinking=spec.training.thinking)
     connect()
     # Ray replaces the handler at connecting; the work since the last checkpoint is lost, as with a kill.
     signal.signal(signal.SIGTERM, _exit)
-    with ray_workers(spec, folder=folder, gpus=gpus) as (student, teacher):
-        check_base_weights(student.facts(), expected=declared["base_digest"], folder=folder)
+    with ray_workers(spec, folder=base.folder, gpus=gpus, teacher=teacher) as workers:
+        check_weights(workers.student.facts(), whose="student", at=base)
+        if workers.teacher is not None and teacher is not None:
+            check_weights(workers.teacher.facts(), whose="teacher", at=teacher)
         Cell(
             spec,
             fingerprint=fingerprint,
             journal=journal,
             data=data,
-            workers=Workers(student=student, teacher=teacher),
+            workers=workers,
             text=text,
             grade=grade_at(spec.training.feedback_level),
             clock=time.monotonic,
             wall_time=time.time,
             environment=environment(threads=spec.threads_per_worker),
         ).run()
-
-
-def check_base_weights(student: WorkerFacts, *, expected: str, folder: Path) -> None:
-    """Raise CellError unless the student starts from the weights that the cell's fingerprint speaks of."""
-    if student.weights_sha256 != expected:
-        raise CellError(
-            f"base weights {folder}: got digest {student.weights_sha256}, expected {expected}. "
-            f"Delete {folder.parent} and run again: they are made anew."
-        )
 
 
 def _exit(signal_number: int, frame: FrameType | None) -> None:  # noqa: ARG001

@@ -6,18 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from sdpo_core.backends.base import WorkerFacts
-from sdpo_core.errors import CellError
 from sdpo_core.journal import Journal, Store, read_json, write_json
 from sdpo_core.specs import CellSpec
-from tasks.cell_job import check_base_weights, main
+from tasks.cell_job import main
 
 
 @pytest.fixture
 def journal(tmp_path: Path, cell_spec: CellSpec) -> Journal:
     """A cell without data and without base weights."""
     journal = Store(tmp_path).journal("cell")
-    journal.write_spec(cell_spec, fingerprint="cell", data_digest="d", base_digest="b", base_fingerprint="base")
+    journal.write_spec(
+        cell_spec,
+        fingerprint="cell",
+        data_digest="d",
+        base_digest="b",
+        base_fingerprint="base",
+        teacher_digest=None,
+        teacher_fingerprint=None,
+    )
     return journal
 
 
@@ -63,13 +69,6 @@ def test_damaged_spec_is_named(tmp_path: Path, journal: Journal) -> None:
     journal.spec_path.write_text("{")
     assert _main(tmp_path) == 1
     assert str(journal.spec_path) in read_json(journal.error_path)["error"]
-
-
-def test_other_base_weights_than_the_declared_are_refused(tmp_path: Path) -> None:
-    student = WorkerFacts(pid=1, weights_sha256="abc", memory_kind="resident")
-    check_base_weights(student, expected="abc", folder=tmp_path / "model")
-    with pytest.raises(CellError, match=r"got digest abc, expected abd\. Delete .*made anew"):
-        check_base_weights(student, expected="abd", folder=tmp_path / "model")
 
 
 def test_second_driver_waits_for_the_first_and_trains_nothing(tmp_path: Path, journal: Journal) -> None:

@@ -16,7 +16,15 @@ def _cells(home: Path, spec: CellSpec) -> list[str]:
     store = Store(home)
     for name in ("damaged", "sound"):
         journal = store.journal(name)
-        journal.write_spec(spec, fingerprint=name, data_digest="d", base_digest="b", base_fingerprint="f")
+        journal.write_spec(
+            spec,
+            fingerprint=name,
+            data_digest="d",
+            base_digest="b",
+            base_fingerprint="f",
+            teacher_digest=None,
+            teacher_fingerprint=None,
+        )
         journal.append_metrics(MetricRecord(step=1, moment="step", time=1.0, metrics={"train/reward": 0.5}))
         (journal.checkpoints / "step-000001").mkdir(parents=True)
     store.journal("damaged").metrics_path.write_text('{"step"\n')

@@ -27,7 +27,13 @@ def journal(tmp_path: Path, cell_spec: CellSpec) -> Journal:
     """A cell at step 3 whose last checkpoint is at step 2."""
     journal = Journal(tmp_path / "cells" / "cell")
     journal.write_spec(
-        cell_spec, fingerprint=f"fp-{tmp_path.name}", data_digest="d", base_digest="b", base_fingerprint="f"
+        cell_spec,
+        fingerprint=f"fp-{tmp_path.name}",
+        data_digest="d",
+        base_digest="b",
+        base_fingerprint="f",
+        teacher_digest=None,
+        teacher_fingerprint=None,
     )
     journal.append_metrics(MetricRecord(step=0, moment="evaluate", time=START, metrics={"eval/accuracy": 0.5}))
     for step in (1, 2, 3):
