@@ -2,16 +2,20 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+
+from pydantic import ValidationError
 
 from data_prep.manifest import Manifest
 from data_prep.table import DATASETS
 from experiments.arms import ARMS
 from experiments.profiles import PROFILES
 from reports.rows import PlannedCell
+from sdpo_core.algorithm_specs import AlgorithmSpec, TeacherSpec
 from sdpo_core.errors import SpecError
 from sdpo_core.fingerprint import base_fingerprint, cell_fingerprint
 from sdpo_core.journal import Store, read_json
-from sdpo_core.specs import BaseSpec, CellSpec, ExperimentSpec, ProbeSpec, ProfileSpec
+from sdpo_core.specs import BaseSpec, CellSpec, ExperimentSpec, ProbeSpec, ProfileSpec, TaskProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +76,7 @@ def datasets_to_prepare(selected: ExperimentSpec) -> tuple[str, ...]:
     """The data sets of the cells and of their bases' warm-ups."""
     profile = PROFILES[selected.profile]
     tasks = {DATASETS[name].task for name in selected.datasets}
-    bases = [profile.tasks[task].base for task in sorted(tasks & profile.tasks.keys())]
+    bases = [base for task in sorted(tasks & profile.tasks.keys()) for base in _bases(profile.tasks[task])]
     return tuple(dict.fromkeys((*selected.datasets, *(name for base in bases for name in base.datasets))))
 
 
@@ -80,7 +84,8 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
     """Every cell of `selected`, data set by data set, seed by seed, arm by arm.
 
     Raises:
-        SpecError: a data set that `declared` does not name, or whose task the profile has no numbers for.
+        SpecError: a data set that `declared` does not name, or whose task the profile has no numbers for; an arm that
+            does not fit those numbers.
     """
     profile = PROFILES[selected.profile]
     faults = list(_faults("data set", selected.datasets, declared=declared.datasets))
@@ -92,81 +97,115 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
     ]
     if faults:
         raise SpecError(f"{selected.name}: {'; '.join(faults)}. Choose other data sets or another profile.")
-    return tuple(
-        _cell(dataset, arm=arm, seed=seed, profile=profile)
-        for dataset in selected.datasets
-        for seed in selected.seeds
-        for arm in selected.arms
-    )
+    cells = []
+    for dataset, seed, arm in product(selected.datasets, selected.seeds, selected.arms):
+        try:
+            cells.append(_cell(dataset, arm=arm, seed=seed, profile=profile))
+        except SpecError as error:
+            faults.append(str(error))
+    if faults:
+        listed = "; ".join(dict.fromkeys(faults))
+        raise SpecError(f"{selected.name}: {listed}. Choose other arms or another profile.")
+    return tuple(cells)
 
 
 def plan_bases(cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest]) -> tuple[PlannedBase, ...]:
-    """The distinct bases of `cells`, each with a probe for every data set its cells train on."""
+    """The distinct bases of `cells`, teachers' included, each with a probe for every data set its cells train on."""
     bases: dict[str, PlannedBase] = {}
     for cell in cells:
-        digests = {name: manifests[name].digest for name in cell.base.datasets}
-        fingerprint = base_fingerprint(cell.base, data_digests=digests)
         probe = ProbeSpec(
             dataset=cell.dataset,
             evaluation=cell.evaluation,
             max_response_tokens=cell.training.max_response_tokens,
             feedback_level=cell.training.feedback_level,
         )
-        known = bases[fingerprint].probes if fingerprint in bases else ()
-        bases[fingerprint] = PlannedBase(
-            fingerprint=fingerprint,
-            spec=cell.base,
-            data_digests=digests,
-            probes=known if probe in known else (*known, probe),
-        )
+        for spec in _bases(cell):
+            digests = {name: manifests[name].digest for name in spec.datasets}
+            fingerprint = base_fingerprint(spec, data_digests=digests)
+            known = bases[fingerprint].probes if fingerprint in bases else ()
+            bases[fingerprint] = PlannedBase(
+                fingerprint=fingerprint,
+                spec=spec,
+                data_digests=digests,
+                probes=known if probe in known else (*known, probe),
+            )
     return tuple(bases.values())
 
 
 def plan_cells(
     cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest], store: Store
 ) -> tuple[PlannedCell, ...]:
-    """Cells with their fingerprints; those whose base weights do not exist yet have none."""
-    planned = []
-    for cell in cells:
-        digests = {name: manifests[name].digest for name in cell.base.datasets}
-        base = base_fingerprint(cell.base, data_digests=digests)
-        record = store.bases / base / "base.json"
-        base_digest = str(read_json(record)["weights_digest"]) if record.exists() else None
-        data_digest = manifests[cell.dataset].digest
-        fingerprint = (
-            None if base_digest is None else cell_fingerprint(cell, data_digest=data_digest, base_digest=base_digest)
+    """Cells with their fingerprints; those for which base weights do not exist yet have none."""
+    return tuple(_planned(cell, manifests=manifests, store=store) for cell in cells)
+
+
+def _planned(cell: CellSpec, *, manifests: Mapping[str, Manifest], store: Store) -> PlannedCell:
+    fingerprints, digests = [], []
+    for base in _bases(cell):
+        key = base_fingerprint(base, data_digests={name: manifests[name].digest for name in base.datasets})
+        record = store.bases / key / "base.json"
+        fingerprints.append(key)
+        digests.append(str(read_json(record)["weights_digest"]) if record.exists() else None)
+    base_digest, teacher_digest = digests[0], digests[1] if len(digests) > 1 else None
+    data_digest = manifests[cell.dataset].digest
+    fingerprint = None
+    if base_digest is not None and None not in digests:
+        fingerprint = cell_fingerprint(
+            cell, data_digest=data_digest, base_digest=base_digest, teacher_digest=teacher_digest
         )
-        planned.append(
-            PlannedCell(
-                spec=cell,
-                fingerprint=fingerprint,
-                data_digest=data_digest,
-                base_digest=base_digest,
-                base_fingerprint=base,
-            )
-        )
-    return tuple(planned)
+    return PlannedCell(
+        spec=cell,
+        fingerprint=fingerprint,
+        data_digest=data_digest,
+        base_digest=base_digest,
+        base_fingerprint=fingerprints[0],
+        teacher_digest=teacher_digest,
+        teacher_fingerprint=fingerprints[1] if len(fingerprints) > 1 else None,
+    )
+
+
+def _bases(holder: CellSpec | TaskProfile) -> tuple[BaseSpec, ...]:
+    """The student's base and, where there is one, the teacher's."""
+    return (holder.base,) if holder.teacher_base is None else (holder.base, holder.teacher_base)
 
 
 def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpec:
+    """One cell; a SpecError of half a sentence where the arm does not fit the profile's numbers."""
     task = DATASETS[dataset].task
-    numbers = profile.tasks[task]
-    return CellSpec(
-        dataset=dataset,
-        task=task,
-        arm=arm,
-        profile=profile.name,
-        seed=seed,
-        algorithm=ARMS[arm].algorithm,
-        base=numbers.base,
-        optimizer=numbers.optimizer,
-        training=numbers.training,
-        evaluation=numbers.evaluation,
-        backend=profile.backend,
-        engine=profile.engine,
-        dtype=profile.dtype,
-        threads_per_worker=profile.threads_per_worker,
-    )
+    numbers, algorithm = profile.tasks[task], ARMS[arm].algorithm
+    wants_model = _asks_for_teacher_model(algorithm)
+    if wants_model and numbers.teacher_base is None:
+        raise SpecError(
+            f"got arm {arm!r}, whose teacher is a model of the profile, expected profile {profile.name!r} to name one "
+            f"for task {task!r} (teacher_base)"
+        )
+    try:
+        return CellSpec(
+            dataset=dataset,
+            task=task,
+            arm=arm,
+            profile=profile.name,
+            seed=seed,
+            algorithm=algorithm,
+            base=numbers.base,
+            teacher_base=numbers.teacher_base if wants_model else None,
+            optimizer=numbers.optimizer,
+            training=numbers.training,
+            evaluation=numbers.evaluation,
+            backend=profile.backend,
+            engine=profile.engine,
+            dtype=profile.dtype,
+            threads_per_worker=profile.threads_per_worker,
+        )
+    except ValidationError as error:
+        reasons = ", ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+        raise SpecError(f"got arm {arm!r} on {dataset!r} under profile {profile.name!r}: {reasons}") from None
+
+
+def _asks_for_teacher_model(algorithm: AlgorithmSpec) -> bool:
+    """Whether its teacher starts from the model that the profile names beside the student's."""
+    teacher: TeacherSpec | None = getattr(getattr(algorithm, "opd", None) or algorithm, "teacher", None)
+    return teacher is not None and teacher.weights == "profile"
 
 
 def _faults(

@@ -34,21 +34,32 @@ _SPELL_PHRASES = (
     " letters are in the right place; wrong: ",
 )
 
+_SPELL_BASE = BaseSpec(
+    name="tiny-spell",
+    datasets=("spell_backward",),
+    tokenizer=TokenizerSpec(kind="byte", phrases=_SPELL_PHRASES),
+    shape=_TINY_SHAPE,
+    warmup=WarmupSpec(
+        steps=270,
+        examples_per_step=48,
+        learning_rate=2e-3,
+        lr_warmup_steps=50,
+        plain_share=0.04,
+        demonstration_share=0.65,
+        seed=7,
+    ),
+)
+
 _TINY_SPELL = TaskProfile(
-    base=BaseSpec(
-        name="tiny-spell",
-        datasets=("spell_backward",),
-        tokenizer=TokenizerSpec(kind="byte", phrases=_SPELL_PHRASES),
-        shape=_TINY_SHAPE,
-        warmup=WarmupSpec(
-            steps=270,
-            examples_per_step=48,
-            learning_rate=2e-3,
-            lr_warmup_steps=50,
-            plain_share=0.04,
-            demonstration_share=0.65,
-            seed=7,
-        ),
+    base=_SPELL_BASE,
+    # Longer, and mostly on plain prompts: 0.96 on dev where the student's base has 0.57 (300 steps: 0.91).
+    teacher_base=_SPELL_BASE.model_copy(
+        update={
+            "name": "tiny-spell-teacher",
+            "warmup": _SPELL_BASE.warmup.model_copy(
+                update={"steps": 400, "plain_share": 0.6, "demonstration_share": 0.2}
+            ),
+        }
     ),
     optimizer=OptimizerSpec(learning_rate=1e-4, lr_warmup_steps=2),
     training=TrainingSpec(
@@ -99,16 +110,21 @@ _TINY_MCQ = TaskProfile(
 )
 
 
+def _smoke_base(base: BaseSpec, *, steps: int) -> BaseSpec:
+    return base.model_copy(
+        update={
+            "name": base.name.replace("tiny", "smoke"),
+            "warmup": base.warmup.model_copy(update={"steps": steps, "examples_per_step": 8}),
+        }
+    )
+
+
 def _smoke(task: TaskProfile) -> TaskProfile:
     """`task` with a budget of seconds: every part runs, nothing is learned."""
     return task.model_copy(
         update={
-            "base": task.base.model_copy(
-                update={
-                    "name": task.base.name.replace("tiny", "smoke"),
-                    "warmup": task.base.warmup.model_copy(update={"steps": 12, "examples_per_step": 8}),
-                }
-            ),
+            "base": _smoke_base(task.base, steps=12),
+            "teacher_base": None if task.teacher_base is None else _smoke_base(task.teacher_base, steps=24),
             "training": task.training.model_copy(
                 update={
                     "steps": 4,

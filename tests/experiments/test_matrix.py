@@ -8,12 +8,16 @@ import pytest
 
 from data_prep.manifest import Manifest
 from experiments.matrix import Selection, cells_of, datasets_to_prepare, plan_bases, plan_cells, select
+from experiments.profiles import PROFILES
 from experiments.table import EXPERIMENTS
+from reports.rows import PlannedCell
 from sdpo_core.errors import SpecError
 from sdpo_core.journal import Store, write_json
 from sdpo_core.specs import CellSpec, ExperimentSpec
 
-E000, E001 = EXPERIMENTS["e000"], EXPERIMENTS["e001"]
+E000, E001, E010 = EXPERIMENTS["e000"], EXPERIMENTS["e001"], EXPERIMENTS["e010"]
+# One arm whose teacher is another model, and one whose teacher is the student's base.
+TAUGHT = E010.model_copy(update={"arms": ("opd", "sdpo-static"), "seeds": (42,), "profile": "smoke"})
 
 
 def manifest(name: str, *, digest: str = "d") -> Manifest:
@@ -54,12 +58,12 @@ def test_select_narrows_each_part() -> None:
 
 
 def test_select_reports_every_fault_at_once() -> None:
-    selection = Selection(datasets=("spelling",), arms=("ppo", "grpo"), seeds=(42, 7), profile="huge")
+    selection = Selection(datasets=("spelling",), arms=("dpo", "grpo"), seeds=(42, 7), profile="huge")
     with pytest.raises(SpecError) as raised:
         select(E000, selection)
     message = str(raised.value)
     assert "\n" not in message
-    for part in ("data set 'spelling'", "arm 'ppo'", "seed 7", "profile 'huge'", "spell_backward", "tiny", "42"):
+    for part in ("data set 'spelling'", "arm 'dpo'", "seed 7", "profile 'huge'", "spell_backward", "tiny", "42"):
         assert part in message
     assert "'grpo'," not in message.split("expected")[0]
 
@@ -112,6 +116,37 @@ def test_cells_of_refuses_what_experiment_or_profile_do_not_have() -> None:
     message = str(raised.value)
     assert "data set 'sciknoweval-biology', expected one the experiment declares" in message
     assert "task 'tool_call', expected a task of profile 'smoke'" in message
+
+
+def test_cells_of_names_every_arm_that_does_not_fit_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    selected = declare(arms=("opd", "grpo", "sdpo-ema"))
+    mcq = PROFILES["smoke"].tasks["mcq"]
+    training = mcq.training.model_copy(update={"rollouts_per_problem": 1})
+    tasks = {**PROFILES["smoke"].tasks, "mcq": mcq.model_copy(update={"training": training})}
+    monkeypatch.setitem(PROFILES, "smoke", PROFILES["smoke"].model_copy(update={"tasks": tasks}))
+    with pytest.raises(SpecError) as raised:
+        cells_of(selected, declared=E000)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert "arm 'opd', whose teacher is a model of the profile" in message
+    assert "expected profile 'smoke' to name one for task 'mcq' (teacher_base)" in message
+    assert "arm 'grpo' on 'sciknoweval-physics' under profile 'smoke': 1 rollout a problem for grpo" in message
+    assert message.count("arm ") == 2, "opd fits the spelling, sdpo compares no rollouts"
+
+
+def test_only_a_teacher_of_the_profile_brings_a_second_base() -> None:
+    opd, static = cells_of(TAUGHT, declared=TAUGHT)
+    assert opd.teacher_base == PROFILES["smoke"].tasks["spell_backward"].teacher_base
+    assert static.teacher_base is None
+
+
+def test_datasets_to_prepare_holds_those_of_the_teachers_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    spell = PROFILES["smoke"].tasks["spell_backward"]
+    assert spell.teacher_base is not None
+    teacher = spell.teacher_base.model_copy(update={"datasets": ("spell_backward", "sciknoweval-physics")})
+    tasks = {"spell_backward": spell.model_copy(update={"teacher_base": teacher})}
+    monkeypatch.setitem(PROFILES, "smoke", PROFILES["smoke"].model_copy(update={"tasks": tasks}))
+    assert datasets_to_prepare(TAUGHT) == ("spell_backward", "sciknoweval-physics")
 
 
 def test_datasets_to_prepare_holds_those_of_the_warm_up() -> None:
@@ -186,3 +221,36 @@ def test_plan_bases_names_each_base_once_with_a_probe_a_data_set() -> None:
     bases = plan_bases(cells, manifests=manifests)
     assert [base.spec.name for base in bases] == ["smoke-mcq", "smoke-spell"]
     assert [probe.dataset for probe in bases[0].probes] == ["sciknoweval-biology", "sciknoweval-physics"]
+
+
+def test_plan_bases_holds_the_teachers_with_the_same_probe() -> None:
+    student, teacher = plan_bases(cells_of(TAUGHT, declared=TAUGHT), manifests={"spell_backward": manifest("x")})
+    assert (student.spec.name, teacher.spec.name) == ("smoke-spell", "smoke-spell-teacher")
+    assert student.probes == teacher.probes
+    assert [probe.dataset for probe in teacher.probes] == ["spell_backward"]
+
+
+def test_a_cell_waits_for_the_weights_of_its_teacher_too(tmp_path: Path) -> None:
+    manifests, store = {"spell_backward": manifest("x")}, Store(tmp_path)
+    cells = cells_of(TAUGHT, declared=TAUGHT)
+    student, teacher = plan_bases(cells, manifests=manifests)
+
+    def planned(**weights: str) -> tuple[PlannedCell, PlannedCell]:
+        for name, base in (("student", student), ("teacher", teacher)):
+            if name in weights:
+                write_json(store.bases / base.fingerprint / "base.json", {"weights_digest": weights[name]})
+        opd, static = plan_cells(cells, manifests=manifests, store=store)
+        return opd, static
+
+    opd, static = planned(teacher="t")
+    assert (opd.fingerprint, static.fingerprint) == (None, None)
+    (store.bases / teacher.fingerprint / "base.json").unlink()
+    opd, static = planned(student="s")
+    assert opd.fingerprint is None
+    assert static.fingerprint is not None
+    first, same = planned(teacher="t")
+    assert (first.teacher_digest, first.teacher_fingerprint) == ("t", teacher.fingerprint)
+    assert (same.teacher_digest, same.teacher_fingerprint, same.fingerprint) == (None, None, static.fingerprint)
+    second, _ = planned(teacher="u")
+    assert None not in (first.fingerprint, second.fingerprint)
+    assert first.fingerprint != second.fingerprint

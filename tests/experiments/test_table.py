@@ -37,12 +37,15 @@ def test_every_shipped_experiment_expands(name: str) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
 def test_every_profile_fits_its_tasks(profile: ProfileSpec) -> None:
+    names = []
     for task, numbers in profile.tasks.items():
-        assert {DATASETS[name].task for name in numbers.base.datasets} == {task}
         longest = numbers.training.max_teacher_prompt_tokens + numbers.training.max_response_tokens
-        assert longest <= numbers.base.shape.max_positions
+        for base in filter(None, (numbers.base, numbers.teacher_base)):
+            assert {DATASETS[name].task for name in base.datasets} == {task}
+            assert longest <= base.shape.max_positions
+            assert base.tokenizer == numbers.base.tokenizer, "ids travel from student to teacher"
+            names.append(base.name)
         assert numbers.training.max_prompt_tokens <= numbers.training.max_teacher_prompt_tokens
-    names = [numbers.base.name for numbers in profile.tasks.values()]
     assert len(names) == len(set(names))
 
 
@@ -52,7 +55,7 @@ def test_names_are_those_of_the_specs() -> None:
 
 
 def test_unknown_experiment_lists_the_known_ones() -> None:
-    with pytest.raises(SpecError, match="got 'e999', expected one of e000, e001 or the path"):
+    with pytest.raises(SpecError, match="got 'e999', expected one of e000, e001, e010 or the path"):
         experiment("e999")
 
 
