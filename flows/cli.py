@@ -165,7 +165,8 @@ def report(
 
     folder = matrix.folder(Path("results"), profile_is_declared=profile is None)
     bases = load_bases(matrix.store, planned)
-    typer.echo(str(write_report(matrix.declared, cells, bases, matrix.facts(), folder=folder)))
+    page = write_report(matrix.declared, cells, bases, matrix.facts(), arms=matrix.arms(), folder=folder)
+    typer.echo(str(page))
 
 
 @app.command()
@@ -190,8 +191,18 @@ def samples(
 
 @app.command()
 @_speaks_plainly
-def doctor() -> None:
+def doctor(
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", help="Only print the digest of this model folder, for an arm to declare."),
+    ] = None,
+) -> None:
     """Say what this machine can run, and what to install for the rest."""
+    if weights is not None:
+        from sdpo_core.model_folder import weights_digest
+
+        typer.echo(weights_digest(weights))
+        return
     from flows.doctor import examine
 
     findings = examine(home_folder())

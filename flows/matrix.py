@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data_prep.manifest import Manifest, require_train
 from data_prep.prepare import prepare_dataset
+from experiments.arms import ARMS
 from experiments.matrix import (
     PlannedBase,
     Selection,
@@ -19,7 +20,7 @@ from experiments.profiles import PROFILES
 from experiments.table import experiment
 from reports.rows import DatasetFacts, PlannedCell, cell_status
 from sdpo_core.journal import CellStatus, Store, read_json, write_json
-from sdpo_core.specs import CellSpec, ExperimentSpec, ProfileSpec
+from sdpo_core.specs import ArmSpec, CellSpec, ExperimentSpec, ProfileSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ class Matrix:
         return PROFILES[self.declared.profile]
 
     def bases(self) -> tuple[PlannedBase, ...]:
-        """The bases of the selected cells."""
+        """The bases of the selected cells, their teachers' included."""
         return plan_bases(self.cells, manifests=self.manifests)
 
     def bases_to_make(self) -> tuple[PlannedBase, ...]:
@@ -54,6 +55,10 @@ class Matrix:
     def page_cells(self) -> tuple[PlannedCell, ...]:
         """The declared cells with their fingerprints, as far as their bases exist."""
         return plan_cells(self.declared_cells, manifests=self.manifests, store=self.store)
+
+    def arms(self) -> tuple[ArmSpec, ...]:
+        """The declared arms: what each is, and where its settings come from."""
+        return tuple(ARMS[name] for name in self.declared.arms)
 
     def facts(self) -> tuple[DatasetFacts, ...]:
         """What the page says of each declared data set."""
@@ -69,7 +74,7 @@ class Matrix:
         return root / name
 
     def write_specs(self) -> None:
-        """Put what the jobs read into the store: specs of the bases, and of the cells whose base exists."""
+        """Put what the jobs read into the store: specs of the bases, and of the cells whose bases exist."""
         for base in self.bases():
             write_json(
                 self.store.bases / base.fingerprint / "spec.json",
@@ -88,6 +93,8 @@ class Matrix:
                     data_digest=cell.data_digest,
                     base_digest=cell.base_digest,
                     base_fingerprint=cell.base_fingerprint,
+                    teacher_digest=cell.teacher_digest,
+                    teacher_fingerprint=cell.teacher_fingerprint,
                 )
 
     def _is_made(self, base: PlannedBase) -> bool:

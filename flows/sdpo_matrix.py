@@ -125,7 +125,8 @@ def _make_bases(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
             _log.error("%s", future.state.message)
     for base in load_bases(matrix.store, matrix.planned()):
         _log.info(
-            "base on %s: dev accuracy %.3f plain, %.3f with a demonstration",
+            "base %s on %s: dev accuracy %.3f plain, %.3f with a demonstration",
+            base.name,
             base.dataset,
             base.dev_accuracy,
             base.demonstration_accuracy,
@@ -175,6 +176,7 @@ def _conclude(matrix: Matrix, *, home: Path, profile_is_declared: bool) -> State
         matrix.declared,
         planned=matrix.page_cells(),
         datasets=matrix.facts(),
+        arms=matrix.arms(),
         home=home,
         folder=matrix.folder(Path("results"), profile_is_declared=profile_is_declared),
         tracking_uri=uri,

@@ -16,16 +16,16 @@ from reports.sections import (
     arms,
     base_model,
     cost,
+    distillation,
     headline,
     how_to_read,
     learning_curves,
     provenance,
     question,
-    self_distillation,
     training,
 )
 from sdpo_core.errors import DataError
-from sdpo_core.specs import ExperimentSpec
+from sdpo_core.specs import ArmSpec, ExperimentSpec
 
 SECTIONS = (
     question.render,
@@ -35,7 +35,7 @@ SECTIONS = (
     base_model.render,
     learning_curves.render,
     training.render,
-    self_distillation.render,
+    distillation.render,
     cost.render,
     provenance.render,
 )
@@ -47,6 +47,7 @@ def write_report(
     bases: Sequence[BaseRow],
     datasets: Sequence[DatasetFacts],
     *,
+    arms: Sequence[ArmSpec],
     folder: Path,
 ) -> Path:
     """Write the page and what it links to; each file is replaced atomically, results.md last.
@@ -59,7 +60,13 @@ def write_report(
     """
     if not cells:
         raise DataError(f"report of {experiment.name}: got 0 cells, expected at least 1. Widen the selection.")
-    page = Page(experiment=experiment, cells=tuple(cells), bases=tuple(bases), facts=tuple(datasets))
+    page = Page(
+        experiment=experiment,
+        cells=tuple(cells),
+        bases=tuple(bases),
+        facts=tuple(datasets),
+        declared_arms=tuple(arms),
+    )
     pictures = {figure.file_name: draw(page, figure=figure) for figure in planned_figures(page)}
     for name, picture in pictures.items():
         _replace(folder / "figures" / name, picture)

@@ -26,6 +26,7 @@ _GREY = "#555555"
 _GUESS_DASH: _Dash = ":"
 _DEMONSTRATION_DASH: _Dash = (0, (7, 2, 1, 2, 1, 2))
 _PANELS_A_ROW = 3
+_LEGEND_COLUMNS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,7 @@ FIGURES = (
         file_name="divergence.png",
         metric="distill/divergence",
         label="divergence to the teacher (nats)",
-        caption="The trained divergence between student and teacher by step, arms with a teacher only.",
+        caption="The trained divergence between student and teacher by step, arms that train one.",
         is_share=False,
     ),
 )
@@ -83,14 +84,16 @@ def draw(page: Page, *, figure: FigurePlan) -> bytes:
     """Draw a figure as PNG bytes that depend on the records alone."""
     columns = min(len(page.datasets), _PANELS_A_ROW)
     rows = math.ceil(len(page.datasets) / columns)
-    canvas = Canvas(figsize=(max(5.2, 4.6 * columns), 3.4 * rows + 0.5), dpi=120, layout="constrained")
+    handles = _legend_handles(page, figure=figure)
+    height = 3.4 * rows + 0.25 * math.ceil(len(handles) / _LEGEND_COLUMNS)
+    canvas = Canvas(figsize=(max(5.2, 4.6 * columns), height), dpi=120, layout="constrained")
     panels = list(canvas.subplots(rows, columns, squeeze=False).flat)
     for panel, dataset in zip(panels, page.datasets, strict=False):
         _draw_panel(panel, page=page, dataset=dataset, figure=figure)
     for unused in panels[len(page.datasets) :]:
         unused.set_axis_off()
-    handles = _legend_handles(page, figure=figure)
-    canvas.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False, fontsize=9)
+    ncols = min(len(handles), _LEGEND_COLUMNS)
+    canvas.legend(handles=handles, loc="outside lower center", ncols=ncols, frameon=False, fontsize=9)
     file = io.BytesIO()
     canvas.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
@@ -151,9 +154,10 @@ def _dress(panel: Axes, *, title: str, figure: FigurePlan) -> None:
 
 
 def _legend_handles(page: Page, *, figure: FigurePlan) -> list[Line2D]:
-    arms = page.taught_arms if METRICS[figure.metric].trait != "any" else page.arms
     handles = []
-    for arm in arms:
+    for arm in page.arms:
+        if METRICS[figure.metric].trait not in page.spec_of(arm).traits:
+            continue
         style, label = _style(page, arm=arm), _plain(arm.name)
         line = Line2D([], [], color=style.colour, marker=style.marker, markersize=5, linewidth=style.width, label=label)
         handles.append(line)

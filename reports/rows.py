@@ -2,26 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from reports.statistics import Value
+from sdpo_core.algorithm_specs import CheckpointWeights, FolderWeights
 from sdpo_core.errors import DataError
 from sdpo_core.journal import CellState, CellStatus, MetricRecord, Store, read_json
 from sdpo_core.metrics import METRICS, Trait
-from sdpo_core.specs import CellSpec
-from sdpo_core.teacher.schedule import commit_rate
+from sdpo_core.specs import BaseSpec, CellSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedCell:
-    """A declared cell and where the store would hold it; all but `spec` are None while its base is not made."""
+    """A declared cell and where the store would hold it; no fingerprint while weights that it starts from are not made.
+
+    `base_*`: the student's weights, `teacher_*`: those of `spec.teacher_base`, None without one.
+    """
 
     spec: CellSpec
     fingerprint: str | None
     data_digest: str | None
     base_digest: str | None
     base_fingerprint: str | None
+    teacher_digest: str | None
+    teacher_fingerprint: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +72,7 @@ class CellRow:
     @property
     def traits(self) -> frozenset[Trait]:
         """What the arm promises to measure, read off its declaration."""
-        teacher = self.spec.teacher
-        if teacher is None:
-            return frozenset({"any"})
-        return frozenset({"any", "distill"} if commit_rate(teacher) is None else {"any", "distill", "ema"})
+        return self.spec.traits
 
     @property
     def seconds(self) -> Value:
@@ -97,9 +98,14 @@ class CellRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseRow:
-    """A base model probed on one data set; accuracies are avg@k, None where the probe does not apply."""
+    """A base model probed on one data set; accuracies are avg@k, None where the probe does not apply.
+
+    `is_teacher`: no student starts from it, teachers of some arms do.
+    """
 
     dataset: str
+    name: str
+    is_teacher: bool
     fingerprint: str
     weights_digest: str
     parameters: int
@@ -114,22 +120,38 @@ class BaseRow:
 
 
 def teacher_text(spec: CellSpec) -> str | None:
-    """How the page names the teacher: `static`, `live`, `EMA 0.05`; None without a teacher."""
+    """How the page names the teacher: `static`, `EMA 0.05`, `static, from tiny-spell-teacher`; None without one.
+
+    Weights other than the student's base are named.
+    """
     teacher = spec.teacher
     if teacher is None:
         return None
-    return teacher.schedule if teacher.rate is None else f"{teacher.schedule.upper()} {teacher.rate:g}"
+    schedule = {"ema": "EMA", "trust_region": "trust region"}.get(teacher.schedule, teacher.schedule)
+    life = schedule if teacher.rate is None else f"{schedule} {teacher.rate:g}"
+    match teacher.weights:
+        case FolderWeights(name=name):
+            return f"{life}, from models/{name}"
+        case CheckpointWeights(cell=cell, step=step):
+            return f"{life}, from cell {cell} ({f'step {step}' if isinstance(step, int) else step})"
+    return life if spec.teacher_base is None else f"{life}, from {spec.teacher_base.name}"
 
 
 def cell_status(store: Store, planned: PlannedCell) -> CellStatus:
     """State of a planned cell; one whose base could not be made has failed with it."""
-    if planned.data_digest is not None and planned.base_digest is not None:
-        return store.status(planned.spec, data_digest=planned.data_digest, base_digest=planned.base_digest)
-    if planned.base_fingerprint is not None:
-        error = store.bases / planned.base_fingerprint / "error.json"
+    if planned.fingerprint is not None and planned.data_digest is not None and planned.base_digest is not None:
+        return store.status(
+            planned.spec,
+            data_digest=planned.data_digest,
+            base_digest=planned.base_digest,
+            teacher_digest=planned.teacher_digest,
+        )
+    for fingerprint in filter(None, (planned.base_fingerprint, planned.teacher_fingerprint)):
+        error = store.bases / fingerprint / "error.json"
         if error.exists():
             return CellStatus(state="failed", note=str(read_json(error)["error"]))
-    return CellStatus(state="missing", note="its base model is not made yet")
+    whose = "its base model" if planned.base_digest is None else "its teacher's base model"
+    return CellStatus(state="missing", note=f"{whose} is not made yet")
 
 
 def load_cells(store: Store, planned: Sequence[PlannedCell]) -> tuple[CellRow, ...]:
@@ -138,9 +160,18 @@ def load_cells(store: Store, planned: Sequence[PlannedCell]) -> tuple[CellRow, .
 
 
 def load_bases(store: Store, planned: Sequence[PlannedCell]) -> tuple[BaseRow, ...]:
-    """Read the probed base of every data set among the planned cells; one that is not probed yet has no row."""
-    wanted = dict.fromkeys((cell.spec.dataset, cell.base_fingerprint) for cell in planned)
-    rows = (_load_base(store.bases / key, dataset=name, fingerprint=key) for name, key in wanted if key is not None)
+    """Read the probed bases of every data set among the planned cells, the student's first.
+
+    One that is not probed yet has no row.
+    """
+    students = dict.fromkeys((cell.spec.dataset, cell.base_fingerprint, cell.spec.base) for cell in planned)
+    teachers = dict.fromkeys((cell.spec.dataset, cell.teacher_fingerprint, cell.spec.teacher_base) for cell in planned)
+    rows = (
+        _load_base(store, dataset=dataset, fingerprint=fingerprint, spec=spec, is_teacher=is_teacher)
+        for wanted, is_teacher in ((students, False), (teachers, True))
+        for dataset, fingerprint, spec in wanted
+        if fingerprint is not None and spec is not None
+    )
     return tuple(row for row in rows if row is not None)
 
 
@@ -209,7 +240,8 @@ def _row(
     )
 
 
-def _load_base(folder: Path, *, dataset: str, fingerprint: str) -> BaseRow | None:
+def _load_base(store: Store, *, dataset: str, fingerprint: str, spec: BaseSpec, is_teacher: bool) -> BaseRow | None:
+    folder = store.bases / fingerprint
     probe_path = folder / f"probe-{dataset}.json"
     if not probe_path.exists():
         return None
@@ -217,6 +249,8 @@ def _load_base(folder: Path, *, dataset: str, fingerprint: str) -> BaseRow | Non
     try:
         return BaseRow(
             dataset=dataset,
+            name=spec.name,
+            is_teacher=is_teacher,
             fingerprint=fingerprint,
             weights_digest=base["weights_digest"],
             parameters=base["parameters"],

@@ -12,7 +12,7 @@ from reports.document import write_report
 from reports.export import cells_json
 from reports.rows import CellRow, DatasetFacts, PlannedCell, load_bases, load_cells
 from sdpo_core.journal import Store
-from sdpo_core.specs import ExperimentSpec
+from sdpo_core.specs import ArmSpec, ExperimentSpec
 from tasks.collect import send_summary
 from tasks.tracking import chart_url, compare_url
 
@@ -38,6 +38,7 @@ def report(
     *,
     planned: Sequence[PlannedCell],
     datasets: Sequence[DatasetFacts],
+    arms: Sequence[ArmSpec],
     home: Path,
     folder: Path,
     tracking_uri: str,
@@ -45,7 +46,7 @@ def report(
     """The page on disk, as a summary run in MLflow, and as an artifact of the flow run."""
     store = Store(home)
     cells = load_cells(store, planned)
-    page = write_report(experiment, cells, load_bases(store, planned), datasets, folder=folder)
+    page = write_report(experiment, cells, load_bases(store, planned), datasets, arms=arms, folder=folder)
     summary = send_summary(
         _table(cells),
         files=sorted(path for path in folder.rglob("*") if path.is_file()),

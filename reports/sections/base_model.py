@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reports.markdown import bullets, code, escape, table
-from reports.page import Page
+from reports.page import Page, arm_table
 from reports.rows import BaseRow
 from reports.statistics import Spread, Value, difference, format_spread, format_value, spread
 
@@ -27,6 +27,11 @@ def render(page: Page) -> str:
         "A guess answers without reading the problem. Gain: test accuracy at the last step minus that of the base.",
         _gain_table(page),
     ]
+    if any(base.is_teacher for base in page.bases):
+        parts[1] += (
+            " A teacher that is another model has a row of its own: what it has to give is the gap between the plain "
+            "accuracies of the two."
+        )
     warnings = [line for dataset in page.datasets for line in _warnings(page, dataset=dataset)]
     if warnings:
         parts.append(bullets(warnings))
@@ -36,6 +41,7 @@ def render(page: Page) -> str:
 def _base_table(page: Page) -> str:
     header = (
         "Dataset",
+        "Model",
         "Base dev accuracy",
         "with demonstration",
         "with feedback",
@@ -44,12 +50,17 @@ def _base_table(page: Page) -> str:
         "Parameters",
         "Warm-up seconds",
     )
-    return table(header, rows=[(escape(name), *_base_cells(page.base_of(name))) for name in page.datasets])
+    rows = [
+        (escape(dataset), *_base_cells(base))
+        for dataset in page.datasets
+        for base in (page.base_of(dataset), *page.teacher_bases_of(dataset))
+    ]
+    return table(header, rows=rows)
 
 
 def _base_cells(base: BaseRow | None) -> tuple[str, ...]:
     if base is None:
-        return ("missing",) * 7
+        return ("missing",) * 8
     feedback: Value = "n/a" if base.feedback_accuracy is None else base.feedback_accuracy
     accuracies: tuple[Value, ...] = (
         base.dev_accuracy,
@@ -59,6 +70,7 @@ def _base_cells(base: BaseRow | None) -> tuple[str, ...]:
         base.test_format_rate,
     )
     return (
+        f"{escape(base.name)} (teacher)" if base.is_teacher else escape(base.name),
         *(format_value(value, unit=_FRACTION) for value in accuracies),
         f"{base.parameters:,}",
         format_value(base.seconds, unit="s"),
@@ -67,7 +79,8 @@ def _base_cells(base: BaseRow | None) -> tuple[str, ...]:
 
 def _gain_table(page: Page) -> str:
     header = ("Dataset", "Guesses (test)", *(f"{escape(arm.name)}: gain over base" for arm in page.arms))
-    return table(header, rows=[_gain_row(page, dataset=dataset) for dataset in page.datasets])
+    rows = [_gain_row(page, dataset=dataset) for dataset in page.datasets]
+    return arm_table(header, rows=rows, num_arms=len(page.arms))
 
 
 def _gain_row(page: Page, *, dataset: str) -> tuple[str, ...]:

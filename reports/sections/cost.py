@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from reports.markdown import escape, table
-from reports.page import Page, metric_line
+from reports.markdown import escape
+from reports.page import Page, arm_table, metric_line
 from reports.statistics import format_spread, spread
 from sdpo_core.metrics import METRICS
 
@@ -21,7 +21,7 @@ def render(page: Page) -> str:
 
 
 def _dataset(page: Page, *, dataset: str) -> str:
-    names = [name for name in METRICS if name.startswith("cost/")]
+    names = page.emitted(name for name in METRICS if name.startswith("cost/"))
     wall = (
         format_spread(spread([cell.seconds for cell in page.select(dataset=dataset, arm=arm.name)]), unit="s")
         for arm in page.arms
@@ -29,7 +29,7 @@ def _dataset(page: Page, *, dataset: str) -> str:
     rows = [metric_line(page, name=name, dataset=dataset, arms=page.arms) for name in names]
     rows.append(("whole cell, wall clock", "s", "lower", *wall))
     header = ("Metric", "Unit", "Better", *(escape(arm.name) for arm in page.arms))
-    return f"### {escape(dataset)}\n\n{table(header, rows=rows)}"
+    return f"### {escape(dataset)}\n\n{arm_table(header, rows=rows, num_arms=len(page.arms))}"
 
 
 def _memory(page: Page) -> str:

@@ -1,7 +1,8 @@
 """The headline table: test accuracy, seed by seed, teacher by teacher.
 
 One block of rows for each data set and arm with a teacher. Arms without a teacher stand in every block, a column
-each; arms with one share a column by algorithm. Arms without any teacher beside them make one block a data set.
+each; arms with one share a column by algorithm. Arms without any teacher beside them make one block a data set. Where
+that would need many columns, every arm has a block of its own instead.
 """
 
 from collections import Counter
@@ -15,44 +16,62 @@ from reports.statistics import PLUS_MINUS, Value, format_holes, format_spread, f
 
 _ACCURACY = "test/accuracy"
 _FRACTION = "fraction"
+_MOST_COLUMNS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Column:
-    """`arm`: the arm of a column of its own; None: the block's arm, where its algorithm is `algorithm`."""
+    """`arm`: the arm of a column of its own; None: the block's arm, if its algorithm is `algorithm` (None: any)."""
 
     title: str
-    algorithm: str
+    algorithm: str | None
     arm: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """`blocks`: the arms that have one; `names_arms`: an arm's name opens its rows."""
+
+    columns: tuple[_Column, ...]
+    blocks: tuple[Arm | None, ...]
+    names_arms: bool
 
 
 def render(page: Page) -> str:
     """Table, then the cells that are not done and why."""
-    columns = _columns(page)
+    layout = _layout(page)
     header = (
         "Dataset",
         "Split",
         "Student",
+        *(("Arm",) if layout.names_arms else ()),
         "Teacher",
         "Seed(s)",
-        *(column.title for column in columns),
+        *(column.title for column in layout.columns),
         "Effective feedback",
         "Top-K coverage",
         "Throughput / memory",
         "Status",
     )
-    blocks = page.taught_arms or (None,)
     rows = [
         row
         for dataset in page.datasets
-        for arm in blocks
-        for row in _block(page, dataset=dataset, arm=arm, columns=columns)
+        for arm in layout.blocks
+        for row in _block(page, dataset=dataset, arm=arm, layout=layout)
     ]
     text = f"## Test accuracy at the last step\n\n{table(header, rows=rows)}"
     open_cells = [_explain(cell) for cell in page.cells if cell.state != "done"]
     if open_cells:
         text += f"\n\nCells that are not done enter no number on this page:\n\n{bullets(open_cells)}"
     return text
+
+
+def _layout(page: Page) -> _Layout:
+    columns = _columns(page)
+    if len(columns) > _MOST_COLUMNS:
+        one = _Column(title="Accuracy", algorithm=None, arm=None)
+        return _Layout(columns=(one,), blocks=page.arms, names_arms=True)
+    return _Layout(columns=columns, blocks=page.taught_arms or (None,), names_arms=False)
 
 
 def _columns(page: Page) -> tuple[_Column, ...]:
@@ -62,8 +81,10 @@ def _columns(page: Page) -> tuple[_Column, ...]:
         _Column(title=_title(arm, is_shared=shared[arm.algorithm] > 1), algorithm=arm.algorithm, arm=arm.name)
         for arm in alone
     ]
-    taught = dict.fromkeys(arm.algorithm for arm in page.taught_arms)
-    return (*columns, *(_Column(title=escape(name.upper()), algorithm=name, arm=None) for name in taught))
+    for name in dict.fromkeys(arm.algorithm for arm in page.taught_arms):
+        title = f"{escape(name.upper())} with a teacher" if name in shared else escape(name.upper())
+        columns.append(_Column(title=title, algorithm=name, arm=None))
+    return tuple(columns)
 
 
 def _title(arm: Arm, *, is_shared: bool) -> str:
@@ -71,8 +92,8 @@ def _title(arm: Arm, *, is_shared: bool) -> str:
     return f"{name} ({escape(arm.name)})" if is_shared else name
 
 
-def _block(page: Page, *, dataset: str, arm: Arm | None, columns: Sequence[_Column]) -> list[tuple[str, ...]]:
-    names = [_arm_of(column, arm=arm) for column in columns]
+def _block(page: Page, *, dataset: str, arm: Arm | None, layout: _Layout) -> list[tuple[str, ...]]:
+    names = [_arm_of(column, arm=arm) for column in layout.columns]
     by_seed = [
         [None if name is None else page.cell(dataset=dataset, arm=name, seed=seed) for name in names]
         for seed in page.seeds
@@ -84,7 +105,7 @@ def _block(page: Page, *, dataset: str, arm: Arm | None, columns: Sequence[_Colu
         for seed, cells, first in zip(page.seeds, by_seed, leads, strict=True)
         if any(cell is not None for cell in cells)
     ]
-    opening = _opening(page, dataset=dataset, arm=arm)
+    opening = _opening(page, dataset=dataset, arm=arm, names_arms=layout.names_arms)
     rows = [
         (*opening, str(seed), *(_accuracy(cell) for cell in cells), *_measures(first), _status(cells))
         for seed, cells, first in planned
@@ -97,10 +118,10 @@ def _block(page: Page, *, dataset: str, arm: Arm | None, columns: Sequence[_Colu
 def _arm_of(column: _Column, *, arm: Arm | None) -> str | None:
     if column.arm is not None:
         return column.arm
-    return arm.name if arm is not None and arm.algorithm == column.algorithm else None
+    return arm.name if arm is not None and column.algorithm in (None, arm.algorithm) else None
 
 
-def _opening(page: Page, *, dataset: str, arm: Arm | None) -> tuple[str, ...]:
+def _opening(page: Page, *, dataset: str, arm: Arm | None, names_arms: bool) -> tuple[str, ...]:
     cell = next(cell for cell in page.cells if cell.dataset == dataset)
     facts = page.facts_of(dataset)
     rows, limit = (facts.splits.get("test") if facts else None), cell.spec.evaluation.test_problems
@@ -108,6 +129,8 @@ def _opening(page: Page, *, dataset: str, arm: Arm | None) -> tuple[str, ...]:
     split = f"test ({min(sizes)} problems)" if rows is not None else "test"
     profile, base = cell.spec.profile, cell.spec.base.name
     student = base if profile in base else f"{profile}, {base}"
+    if names_arms and arm is not None:
+        return escape(dataset), split, escape(student), escape(arm.name), escape(arm.teacher or "n/a")
     return escape(dataset), split, escape(student), _teacher(page, arm=arm)
 
 

@@ -18,8 +18,8 @@ def render(page: Page) -> str:
         "another choice of test problems would give other numbers.",
         "One seed gives every arm the same problems in the same order, so arms are best compared seed by seed.",
         "Effective feedback is the share of rollouts the teacher could score (a demonstration or feedback was there). "
-        "Top-K coverage is the teacher's probability inside the student's top K, mean over the response tokens of all "
-        "training steps; the rest is one tail cell.",
+        "Top-K coverage is the teacher's probability inside the K tokens that the divergence compares, mean over the "
+        "response tokens of all training steps; the rest is one tail cell.",
         "`n/a`: the arm does not have it, or too few seeds for it. `missing`, `failed`, `running`, `stale` (done under "
         "older numerics): the cell that would hold the number is not done. None of them counts as 0.",
         f"What is measured holds for {names}, profile {escape(page.experiment.profile)}, {len(page.seeds)} "

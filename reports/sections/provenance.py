@@ -1,15 +1,15 @@
 """Where every number comes from: cells, runs, data, versions, settings, and where this departs from the paper."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from reports.departures import departures
 from reports.markdown import bullets, code, escape, table
 from reports.page import Page
-from reports.rows import CellRow
+from reports.rows import BaseRow, CellRow
 from reports.statistics import format_value
-from sdpo_core.specs import Spec
+from sdpo_core.spec_base import Spec
 
 
 def render(page: Page) -> str:
@@ -25,6 +25,9 @@ def render(page: Page) -> str:
         _bases(page),
         "### Environment",
         _environment(page),
+        "### Arms",
+        "Where the settings of each arm come from, and where they differ from there.",
+        _arms(page),
         "### Settings",
         _settings(page),
         "### Where this departs from the paper (arXiv 2601.20802) and its code",
@@ -93,14 +96,18 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _bases(page: Page) -> str:
-    rows = []
-    for name in page.datasets:
-        base = page.base_of(name)
-        cells = (
-            (code(base.fingerprint), code(base.weights_digest), f"{base.dev_problems:,}") if base else ("missing",) * 3
-        )
-        rows.append((escape(name), *cells))
-    return table(("Dataset", "Base fingerprint", "Weights digest", "Dev problems probed"), rows=rows)
+    rows = [
+        (escape(dataset), *_base_cells(base))
+        for dataset in page.datasets
+        for base in (page.base_of(dataset), *page.teacher_bases_of(dataset))
+    ]
+    return table(("Dataset", "Model", "Base fingerprint", "Weights digest", "Dev problems probed"), rows=rows)
+
+
+def _base_cells(base: BaseRow | None) -> tuple[str, ...]:
+    if base is None:
+        return ("missing",) * 4
+    return escape(base.name), code(base.fingerprint), code(base.weights_digest), f"{base.dev_problems:,}"
 
 
 def _environment(page: Page) -> str:
@@ -117,11 +124,17 @@ def _tally(values: Iterable[str]) -> str:
     return "; ".join(f"{code(value)} ({count})" for value, count in sorted(Counter(values).items()))
 
 
-def _settings(page: Page) -> str:
+def _arms(page: Page) -> str:
     rows = []
     for arm in page.arms:
-        specs = (cell.spec for cell in page.cells if cell.arm == arm.name)
-        rows.append((f"arm {escape(arm.name)}", _fields(next(specs).algorithm)))
+        declared = page.declared(arm)
+        words = ("missing",) * 2 if declared is None else (escape(declared.meaning), escape(declared.source))
+        rows.append((escape(arm.name), *words, _fields(page.spec_of(arm).algorithm)))
+    return table(("Arm", "What it is", "Settings from", "Values"), rows=rows)
+
+
+def _settings(page: Page) -> str:
+    rows = []
     for dataset in page.datasets:
         spec = next(cell.spec for cell in page.cells if cell.dataset == dataset)
         parts = {"training": spec.training, "optimizer": spec.optimizer, "evaluation": spec.evaluation}
@@ -132,11 +145,13 @@ def _settings(page: Page) -> str:
 
 
 def _fields(spec: Spec) -> str:
-    flat = spec.model_dump(mode="json")
-    return code(" ".join(f"{name}={_plain(value)}" for name, value in flat.items()))
+    flat = _flat(spec.model_dump(mode="json"))
+    return code(" ".join(f"{name}={'none' if value is None else value}" for name, value in flat))
 
 
-def _plain(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "/".join(str(part) for part in value.values() if part is not None)
-    return "none" if value is None else str(value)
+def _flat(fields: Mapping[str, object], *, path: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, path=f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value

@@ -8,9 +8,13 @@ _NAMES = (
     "train/loss",
     "train/reward",
     "train/dead_group_fraction",
+    "train/entropy",
     "train/response_tokens",
     "train/truncated_fraction",
+    "train/value_loss",
+    "drift/kl_to_base",
 )
+_TO_EXPLAIN = ("train/dead_group_fraction", "train/entropy", "train/value_loss", "drift/kl_to_base")
 
 
 def render(page: Page) -> str:
@@ -19,5 +23,5 @@ def render(page: Page) -> str:
         "Each number is one run's steps (sum of the optimizer steps, mean of the others), then mean \u00b1 sample sd "
         "over seeds. Losses of different algorithms are not comparable."
     )
-    tables = by_dataset(page, arms=page.arms, names=_NAMES)
-    return f"## Training\n\n{note} {meanings(('train/dead_group_fraction',))}\n\n{tables}"
+    tables = by_dataset(page, arms=page.arms, names=page.emitted(_NAMES))
+    return f"## Training\n\n{note} {meanings(page.emitted(_TO_EXPLAIN))}\n\n{tables}"

@@ -46,9 +46,10 @@ def _refused(result: Result, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["e999"], "got 'e999', expected one of e000, e001"),
+        (["e999"], "got 'e999', expected one of e000, e001, e010"),
         (["none.py"], "got none.py, expected a file"),
-        (["e000", "--arms", "ppo"], "got arm 'ppo', expected one of grpo, sdpo-static, sdpo-ema"),
+        (["e000", "--arms", "dpo"], "got arm 'dpo', expected one of grpo, grpo-paper, grpo-std"),
+        (["e000", "--arms", "opd"], "got arm 'opd', expected one the experiment declares"),
         (["e000", "--datasets", "spelling"], "got data set 'spelling', expected one of spell_backward"),
         (["e000", "--seeds", "7"], "got seed 7, expected one the experiment declares (42)"),
         (["e000", "--seeds", "42,x,--1"], "--seeds: got x, --1, expected whole numbers"),
@@ -233,6 +234,26 @@ def test_doctor_finds_this_machine_able(sdpo: Sdpo) -> None:
     result = sdpo("doctor")
     assert result.exit_code == 0, result.output
     assert "runs here" in result.stdout
+
+
+def test_doctor_prints_the_digest_that_a_worker_of_these_weights_reports(sdpo: Sdpo, tmp_path: Path) -> None:
+    from tests.sdpo_core.micro import load_model, make_base
+
+    folder = tmp_path / "model"
+    make_base(folder)
+    result = sdpo("doctor", "--weights", str(folder))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == load_model(folder).facts().weights_sha256
+    _refused(sdpo("doctor", "--weights", str(tmp_path)), f"model {tmp_path}: got no config.json", "no safetensors")
+
+
+def test_an_arm_that_does_not_fit_the_profile_is_refused_before_anything_starts(sdpo: Sdpo, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from experiments.e000_smoke import E000\n"
+        'MINE = E000.model_copy(update={"name": "mine", "arms": ("grpo", "opd")})\n'
+    )
+    _refused(sdpo("run", str(path)), "expected profile 'smoke' to name one for task 'mcq' (teacher_base)")
 
 
 def test_status_and_down_without_services(sdpo: Sdpo) -> None:

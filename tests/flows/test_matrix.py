@@ -20,6 +20,28 @@ def test_write_specs_leaves_jobs_all_they_read(matrix: Matrix) -> None:
         assert (stored["fingerprint"], stored["base_fingerprint"]) == (cell.fingerprint, base.fingerprint)
 
 
+def test_a_cell_with_a_teacher_model_names_both_its_bases(tmp_path: Path, home: Path) -> None:
+    path = tmp_path / "taught.py"
+    path.write_text(
+        "from experiments.e010_variants import E010\n"
+        'TAUGHT = E010.model_copy(update={"name": "taught", "arms": ("opd", "grpo"), "seeds": (42,)})\n'
+    )
+    matrix = load_matrix(str(path), Selection(profile="smoke"), home=home)
+    student, teacher = matrix.bases_to_make()
+    assert (student.spec.name, teacher.spec.name) == ("smoke-spell", "smoke-spell-teacher")
+    for base in (student, teacher):
+        write_json(matrix.store.bases / base.fingerprint / "base.json", {"weights_digest": base.spec.name})
+    matrix.write_specs()
+    stored = {}
+    for cell in matrix.planned():
+        stored[cell.spec.arm] = read_json(matrix.store.journal(str(cell.fingerprint)).spec_path)
+    assert stored["opd"]["base_fingerprint"] == stored["grpo"]["base_fingerprint"] == student.fingerprint
+    assert stored["opd"]["teacher_fingerprint"] == teacher.fingerprint
+    assert stored["opd"]["teacher_digest"] == "smoke-spell-teacher"
+    assert stored["grpo"]["teacher_fingerprint"] is None
+    assert [arm.name for arm in matrix.arms()] == ["opd", "grpo"]
+
+
 def test_a_base_is_made_when_weights_and_every_probe_are_there(matrix: Matrix) -> None:
     (base,) = matrix.bases()
     folder = matrix.store.bases / base.fingerprint

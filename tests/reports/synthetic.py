@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from reports.page import Page
 from reports.rows import BaseRow, CellRow, DatasetFacts, PlannedCell, load_bases, load_cells
 from sdpo_core.errors import DataError
 from sdpo_core.fingerprint import cell_fingerprint
 from sdpo_core.journal import MetricRecord, Store, write_json
-from sdpo_core.metrics import METRICS, Trait, promised, summarise
-from sdpo_core.specs import CellSpec, ExperimentSpec
+from sdpo_core.metrics import METRICS, promised, summarise
+from sdpo_core.specs import ArmSpec, CellSpec, ExperimentSpec
 
 SEEDS = (42, 1234, 2026)
 DATASETS = ("spell_backward", "sciknoweval-physics")
@@ -18,6 +19,36 @@ ARMS: Mapping[str, dict[str, Any]] = {
     "grpo": {"name": "grpo"},
     "sdpo-static": {"name": "sdpo", "teacher": {"schedule": "static"}},
     "sdpo-ema": {"name": "sdpo", "teacher": {"schedule": "ema", "rate": 0.05}},
+}
+_STRONGER = {"schedule": "static", "weights": "profile"}
+# Of every kind that a page tells apart, and more than fit side by side.
+VARIANTS: Mapping[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo"},
+    "grpo-kl": {"name": "grpo", "anchor": {"coefficient": 0.04, "estimator": "k2", "placement": "loss"}},
+    "gspo": {"name": "gspo", "minibatches": 4},
+    "ppo": {"name": "ppo", "rollout_cap": 2.0},
+    "sdpo-paper": {
+        "name": "sdpo",
+        "teacher": {"schedule": "trust_region", "rate": 0.05},
+        "divergence": {"top_k": 100},
+        "demonstration": {"rule": "first"},
+        "include_feedback": False,
+        "rollout_cap": 2.0,
+        "reduction": "sequence_mean_of_all",
+    },
+    "grpo-sdpo": {"name": "sdpo", "teacher": {"schedule": "live"}, "blend": {"weight": 0.9}},
+    "opsd": {"name": "opsd", "divergence": {"support": "full", "top_k": None, "entry_clip": 0.05}},
+    "opd": {"name": "grpo", "opd": {"teacher": _STRONGER, "only": True, "discount": 0.5}},
+    "opd-topk": {
+        "name": "grpo",
+        "opd": {
+            "teacher": _STRONGER,
+            "coefficient": 0.5,
+            "estimator": "divergence",
+            "placement": "loss",
+            "divergence": {"alpha": 1.0, "support": "teacher", "top_k": 16, "truncation": "bregman", "token_clip": 2.0},
+        },
+    },
 }
 STEPS = 6
 START = 1_800_000_000.0
@@ -55,6 +86,26 @@ class Synthetic:
     experiment: ExperimentSpec
     cells: tuple[CellRow, ...]
     bases: tuple[BaseRow, ...]
+    arms: tuple[ArmSpec, ...]
+
+    def page(self) -> Page:
+        return Page(
+            experiment=self.experiment,
+            cells=self.cells,
+            bases=self.bases,
+            facts=FACTS,
+            declared_arms=self.arms,
+        )
+
+
+def declared(arms: Mapping[str, dict[str, Any]]) -> tuple[ArmSpec, ...]:
+    """The arms as an experiment declares them."""
+    return tuple(
+        ArmSpec.model_validate(
+            {"name": name, "meaning": f"what {name} is", "source": f"a paper; ours: *{name}*", "algorithm": algorithm}
+        )
+        for name, algorithm in arms.items()
+    )
 
 
 def experiment(*, seeds: Sequence[int] = SEEDS, question: str = "Does SDPO beat GRPO?") -> ExperimentSpec:
@@ -75,7 +126,15 @@ def variant(spec: CellSpec, *, dataset: str, arm: str, seed: int, algorithm: Map
     task = "spell_backward" if dataset == "spell_backward" else "mcq"
     evaluation = {"samples_per_problem": 4, "temperature": 1.0, "dev_problems": 64, "test_problems": 100}
     training = fields["training"] | {"steps": STEPS, "evaluate_every": 2}
-    changes = {"dataset": dataset, "task": task, "arm": arm, "seed": seed, "algorithm": dict(algorithm)}
+    teacher = algorithm.get("opd", algorithm).get("teacher", {})
+    changes = {
+        "dataset": dataset,
+        "task": task,
+        "arm": arm,
+        "seed": seed,
+        "algorithm": dict(algorithm),
+        "teacher_base": fields["base"] | {"name": "strong"} if teacher.get("weights") == "profile" else None,
+    }
     return CellSpec.model_validate(fields | changes | {"evaluation": evaluation, "training": training})
 
 
@@ -91,25 +150,34 @@ def plan(spec: CellSpec, *, arms: Mapping[str, dict[str, Any]], seeds: Sequence[
 
 
 def planned_cell(cell: CellSpec) -> PlannedCell:
-    digests = {"data_digest": f"data-{cell.dataset}", "base_digest": f"weights-{cell.dataset}"}
+    teacher = None if cell.teacher_base is None else f"teacher-{cell.dataset}"
+    data_digest, base_digest = f"data-{cell.dataset}", f"weights-{cell.dataset}"
+    teacher_digest = None if teacher is None else f"weights-{teacher}"
     return PlannedCell(
         spec=cell,
-        fingerprint=cell_fingerprint(cell, data_digest=digests["data_digest"], base_digest=digests["base_digest"]),
-        data_digest=digests["data_digest"],
-        base_digest=digests["base_digest"],
+        fingerprint=cell_fingerprint(
+            cell, data_digest=data_digest, base_digest=base_digest, teacher_digest=teacher_digest
+        ),
+        data_digest=data_digest,
+        base_digest=base_digest,
         base_fingerprint=f"base-{cell.dataset}",
+        teacher_digest=teacher_digest,
+        teacher_fingerprint=teacher,
     )
 
 
 def write_bases(store: Store) -> None:
-    """A base and its probe for each data set; physics has no feedback probe."""
-    for name, accuracy, with_demonstration, with_feedback in (
-        ("spell_backward", 0.5, 0.9, 0.75),
-        ("sciknoweval-physics", 0.2, 0.55, None),
+    """Two bases a data set, the second a stronger model, and their probes; physics has no feedback probe."""
+    for kind, name, accuracy, with_demonstration, with_feedback in (
+        ("base", "spell_backward", 0.5, 0.9, 0.75),
+        ("base", "sciknoweval-physics", 0.2, 0.55, None),
+        ("teacher", "spell_backward", 0.96, 0.9, 0.85),
+        ("teacher", "sciknoweval-physics", 0.6, 0.6, None),
     ):
-        folder = store.bases / f"base-{name}"
-        base = {"weights_digest": f"weights-{name}", "parameters": 812_544, "vocab_size": 259, "seconds": 41.5}
-        write_json(folder / "base.json", {"fingerprint": f"base-{name}", "losses": [3.0, 1.0], **base})
+        folder = store.bases / f"{kind}-{name}"
+        digest = f"weights-{name}" if kind == "base" else f"weights-{kind}-{name}"
+        base = {"weights_digest": digest, "parameters": 812_544, "vocab_size": 259, "seconds": 41.5}
+        write_json(folder / "base.json", {"fingerprint": folder.name, "losses": [3.0, 1.0], **base})
         probe = {
             "dataset": name,
             "dev_problems": 64,
@@ -134,6 +202,8 @@ def write_done(store: Store, planned: PlannedCell) -> None:
         data_digest=str(planned.data_digest),
         base_digest=str(planned.base_digest),
         base_fingerprint=str(planned.base_fingerprint),
+        teacher_digest=planned.teacher_digest,
+        teacher_fingerprint=planned.teacher_fingerprint,
     )
     for record in records:
         journal.append_metrics(record)
@@ -171,13 +241,17 @@ def synthetic(
     is_done: Callable[[CellSpec], bool] = lambda _: True,
 ) -> Synthetic:
     """A store whose cells are done where `is_done` says so, read back through reports/rows.py."""
-    store, planned = Store(home), plan(spec, arms=ARMS if arms is None else arms, seeds=seeds)
+    arms = ARMS if arms is None else arms
+    store, planned = Store(home), plan(spec, arms=arms, seeds=seeds)
     write_bases(store)
     for cell in planned:
         if is_done(cell.spec):
             write_done(store, cell)
     return Synthetic(
-        experiment=experiment(seeds=seeds), cells=load_cells(store, planned), bases=load_bases(store, planned)
+        experiment=experiment(seeds=seeds),
+        cells=load_cells(store, planned),
+        bases=load_bases(store, planned),
+        arms=declared(arms),
     )
 
 
@@ -211,18 +285,14 @@ def with_holes(home: Path, spec: CellSpec) -> Synthetic:
             else cell
             for cell in load_cells(store, planned)
         )
-    return Synthetic(experiment=experiment(), cells=cells, bases=load_bases(store, planned))
-
-
-def _traits(spec: CellSpec) -> tuple[Trait, ...]:
-    teacher = ARMS.get(spec.arm, spec.algorithm.model_dump()).get("teacher")
-    if teacher is None:
-        return ()
-    return ("distill", "ema") if teacher["schedule"] == "ema" else ("distill",)
+    return Synthetic(experiment=experiment(), cells=cells, bases=load_bases(store, planned), arms=declared(ARMS))
 
 
 def _records(spec: CellSpec) -> list[MetricRecord]:
-    traits, records = _traits(spec), []
+    traits, records = spec.traits, []
+    if starts := promised("start", traits):
+        floors: dict[str, float | None] = dict.fromkeys(sorted(starts), 1e-9)
+        records.append(MetricRecord(step=0, moment="start", time=START + spec.seed, metrics=floors))
     for step in range(STEPS + 1):
         time = START + spec.seed + 4.0 * step
         if step:
@@ -246,7 +316,7 @@ def _score(spec: CellSpec, *, name: str, step: int) -> float:
 
 
 def _step_value(spec: CellSpec, *, name: str, step: int) -> float | None:
-    if METRICS[name].trait == "distill" and step == 3 and spec.seed == 2026 and name != "distill/tokens":
+    if METRICS[name].trait not in ("any", "follows") and step == 3 and spec.seed == 2026 and name != "distill/tokens":
         # No rollout had context in this step: a mean over nothing.
         return None if METRICS[name].unit in ("nats", "probability") else 0.0
     shapes = {
@@ -269,8 +339,7 @@ def _offset(spec: CellSpec) -> int:
 
 def _workers(spec: CellSpec) -> dict[str, dict[str, Any]]:
     workers = {"student": {"pid": 4001, "weights_sha256_start": "aa", "weights_sha256_end": "bb"}}
-    traits = _traits(spec)
-    if "distill" in traits:
-        end = "cc" if "ema" in traits else "aa"
+    if "teacher" in spec.traits:
+        end = "cc" if "follows" in spec.traits else "aa"
         workers["teacher"] = {"pid": 4002, "weights_sha256_start": "aa", "weights_sha256_end": end}
     return workers

@@ -12,27 +12,22 @@ from pathlib import Path
 import pytest
 
 from reports.document import render, write_report
-from reports.page import Page
 from sdpo_core.errors import DataError
 from sdpo_core.specs import CellSpec
-from tests.reports.synthetic import FACTS, Synthetic, experiment, synthetic, with_holes
+from tests.reports.synthetic import FACTS, VARIANTS, Synthetic, experiment, synthetic, with_holes
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
 
-def page_of(made: Synthetic) -> Page:
-    return Page(experiment=made.experiment, cells=made.cells, bases=made.bases, facts=FACTS)
-
-
 def written(folder: Path, made: Synthetic) -> dict[str, bytes]:
     """Every file of a report, by relative path."""
-    write_report(made.experiment, made.cells, made.bases, FACTS, folder=folder)
+    write_report(made.experiment, made.cells, made.bases, FACTS, arms=made.arms, folder=folder)
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def check_golden(name: str, made: Synthetic) -> None:
     """Compare a page with its expected text; fingerprints, which follow every field of a spec, read as their cell."""
-    text = render(page_of(made))
+    text = render(made.page())
     for cell in made.cells:
         text = text.replace(str(cell.fingerprint), f"fingerprint of {cell.spec.label}")
     path = GOLDEN / name
@@ -52,15 +47,19 @@ def test_page_with_a_cell_in_every_state(tmp_path: Path, cell_spec: CellSpec) ->
 def test_page_of_one_seed_has_no_sd(tmp_path: Path, cell_spec: CellSpec) -> None:
     made = synthetic(tmp_path, cell_spec, seeds=(42,))
     check_golden("results-one-seed.expected", made)
-    text = render(page_of(made))
+    text = render(made.page())
     assert "\u00b1 n/a (n=1)" in text
     assert not re.search(r"\u00b1 [\d<]", text)
+
+
+def test_page_of_many_kinds_of_arms(tmp_path: Path, cell_spec: CellSpec) -> None:
+    check_golden("results-variants.expected", synthetic(tmp_path, cell_spec, arms=VARIANTS, seeds=(42,)))
 
 
 def test_page_before_anything_ran_holds_no_number_for_a_result(tmp_path: Path, cell_spec: CellSpec) -> None:
     """No cell, no base, no data: every table cell of a result reads `missing`, and no figure is linked."""
     made = synthetic(tmp_path, cell_spec, is_done=lambda _: False)
-    text = render(replace(page_of(made), bases=(), facts=()))
+    text = render(replace(made.page(), bases=(), facts=()))
     results = text[text.index("## Test accuracy") : text.index("## Provenance")]
     body = [line.strip("| ").split(" | ") for line in results.splitlines() if line.startswith("|")]
     seeds = {"42", "1234", "2026"}
@@ -98,13 +97,13 @@ def test_write_report_links_only_what_it_wrote_and_drops_old_figures(tmp_path: P
 
 def test_write_report_refuses_no_cells(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="report of e900: got 0 cells"):
-        write_report(experiment(), (), (), FACTS, folder=tmp_path)
+        write_report(experiment(), (), (), FACTS, arms=(), folder=tmp_path)
 
 
 def test_page_escapes_what_users_wrote(tmp_path: Path, cell_spec: CellSpec) -> None:
     made = with_holes(tmp_path, cell_spec)
     question = "Is `a|b` <img src=x onerror=alert(1)> better?\n| x | y |\n| - | - |"
-    text = render(replace(page_of(made), experiment=experiment(question=question)))
+    text = render(replace(made.page(), experiment=experiment(question=question)))
     assert "<img" not in text
     assert "<b>" not in text
     assert "> \\| x \\| y \\|" in text
@@ -112,7 +111,7 @@ def test_page_escapes_what_users_wrote(tmp_path: Path, cell_spec: CellSpec) -> N
 
 def test_page_warns_of_an_arm_that_a_guess_matches(tmp_path: Path, cell_spec: CellSpec) -> None:
     """Best guess 0.4125: GRPO reaches 0.40, the static teacher 0.42 with sd 0.02."""
-    text = render(page_of(synthetic(tmp_path, cell_spec)))
+    text = render(synthetic(tmp_path, cell_spec).page())
     assert "**sciknoweval-physics, grpo** does not beat its best guess: 0.400" in text
     assert "**sciknoweval-physics, sdpo-static** is not set apart from its best guess by its seeds: 0.420" in text
     assert "**spell_backward, grpo**" not in text

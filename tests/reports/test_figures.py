@@ -10,12 +10,11 @@ from reports.page import Page
 from reports.rows import CellRow
 from sdpo_core.journal import CellState, MetricRecord
 from sdpo_core.specs import CellSpec
-from tests.reports.synthetic import FACTS, synthetic
+from tests.reports.synthetic import synthetic
 
 
 def page_of(home: Path, spec: CellSpec) -> Page:
-    made = synthetic(home, spec)
-    return Page(experiment=made.experiment, cells=made.cells, bases=made.bases, facts=FACTS)
+    return synthetic(home, spec).page()
 
 
 def with_curve(cell: CellRow, *points: tuple[int, float | None]) -> CellRow:

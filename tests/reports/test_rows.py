@@ -9,7 +9,19 @@ from reports.rows import CellRow, PlannedCell, load_bases, load_cells, teacher_t
 from sdpo_core.errors import DataError
 from sdpo_core.journal import Store, read_json, write_json
 from sdpo_core.specs import CellSpec
-from tests.reports.synthetic import planned_cell, synthetic, variant, with_holes, write_bases, write_done
+from tests.reports.synthetic import (
+    VARIANTS,
+    plan,
+    planned_cell,
+    synthetic,
+    variant,
+    with_holes,
+    write_bases,
+    write_done,
+)
+
+FOLDER: dict[str, object] = {"kind": "folder", "name": "qwen", "sha256": "a" * 64}
+CHECKPOINT: dict[str, object] = {"kind": "checkpoint", "cell": "0123456789abcdef0123", "step": 40}
 
 
 def only(cells: tuple[CellRow, ...], label: str) -> CellRow:
@@ -55,11 +67,30 @@ def test_load_cells_names_every_state(tmp_path: Path, cell_spec: CellSpec) -> No
 
 def test_load_cells_without_a_base_is_missing_and_says_why(tmp_path: Path, cell_spec: CellSpec) -> None:
     planned = PlannedCell(
-        spec=cell_spec, fingerprint=None, data_digest="d", base_digest=None, base_fingerprint="not-made"
+        spec=cell_spec,
+        fingerprint=None,
+        data_digest="d",
+        base_digest=None,
+        base_fingerprint="not-made",
+        teacher_digest=None,
+        teacher_fingerprint=None,
     )
     (cell,) = load_cells(Store(tmp_path), [planned])
     assert (cell.state, cell.note, cell.fingerprint) == ("missing", "its base model is not made yet", None)
     assert load_bases(Store(tmp_path), [planned]) == ()
+
+
+def test_load_cells_without_its_teachers_base_says_whose_is_missing_or_failed(
+    tmp_path: Path, cell_spec: CellSpec
+) -> None:
+    store, (planned, *_) = Store(tmp_path), plan(cell_spec, arms={"opd": VARIANTS["opd"]}, seeds=(42,))
+    waiting = replace(planned, fingerprint=None, teacher_digest=None)
+    assert load_cells(store, [waiting])[0].note == "its teacher's base model is not made yet"
+    write_json(
+        store.bases / str(planned.teacher_fingerprint) / "error.json", {"error": "base strong: got nan.", "time": 1}
+    )
+    (cell,) = load_cells(store, [waiting])
+    assert (cell.state, cell.note) == ("failed", "base strong: got nan.")
 
 
 def test_load_cells_refuses_an_incomplete_result(tmp_path: Path, cell_spec: CellSpec) -> None:
@@ -82,9 +113,22 @@ def test_load_cells_without_tracking_has_no_run(tmp_path: Path, cell_spec: CellS
 
 def test_load_bases_gives_one_row_a_dataset(tmp_path: Path, cell_spec: CellSpec) -> None:
     bases = synthetic(tmp_path, cell_spec).bases
-    assert [base.dataset for base in bases] == ["spell_backward", "sciknoweval-physics"]
+    assert [(base.dataset, base.is_teacher) for base in bases] == [
+        ("spell_backward", False),
+        ("sciknoweval-physics", False),
+    ]
     assert bases[0].demonstration_accuracy == 0.9
     assert bases[1].feedback_accuracy is None
+
+
+def test_load_bases_reads_the_teachers_after_the_students(tmp_path: Path, cell_spec: CellSpec) -> None:
+    made = synthetic(tmp_path, cell_spec, arms={name: VARIANTS[name] for name in ("opd", "grpo", "opd-topk")})
+    assert [(base.dataset, base.name, base.is_teacher, base.dev_accuracy) for base in made.bases] == [
+        ("spell_backward", "tiny", False, 0.5),
+        ("sciknoweval-physics", "tiny", False, 0.2),
+        ("spell_backward", "strong", True, 0.96),
+        ("sciknoweval-physics", "strong", True, 0.6),
+    ]
 
 
 def test_load_bases_refuses_an_incomplete_probe(tmp_path: Path, cell_spec: CellSpec) -> None:
@@ -102,6 +146,17 @@ def test_load_bases_refuses_an_incomplete_probe(tmp_path: Path, cell_spec: CellS
         ({"name": "sdpo", "teacher": {"schedule": "static"}}, "static"),
         ({"name": "sdpo", "teacher": {"schedule": "live"}}, "live"),
         ({"name": "sdpo", "teacher": {"schedule": "ema", "rate": 0.1}}, "EMA 0.1"),
+        ({"name": "sdpo", "teacher": {"schedule": "trust_region", "rate": 0.05}}, "trust region 0.05"),
+        ({"name": "grpo", "opd": {"teacher": {"schedule": "static", "weights": "profile"}}}, "static, from strong"),
+        ({"name": "opsd", "teacher": {"schedule": "static", "weights": FOLDER}}, "static, from models/qwen"),
+        (
+            {"name": "opsd", "teacher": {"schedule": "live", "weights": CHECKPOINT}},
+            "live, from cell 0123456789abcdef0123 (step 40)",
+        ),
+        (
+            {"name": "opsd", "teacher": {"schedule": "live", "weights": CHECKPOINT | {"step": "best"}}},
+            "live, from cell 0123456789abcdef0123 (best)",
+        ),
     ],
 )
 def test_teacher_text(cell_spec: CellSpec, algorithm: dict[str, object], text: str | None) -> None:
