@@ -88,9 +88,10 @@ def question(
     """
     header = text.header_ids
     for side, ids in (("student", row.prompt_ids), ("teacher", prompt.ids)):
-        if not header or ids[-len(header) :] != header:
+        end = ids[len(ids) - len(header) :]
+        if not header or end != header:
             raise DataError(
-                f"question: got a {side} prompt that ends with ids {list(ids[-len(header) :])}, expected the header "
+                f"question: got a {side} prompt that ends with ids {list(end)}, expected the header "
                 f"{list(header)} of the assistant's turn. Render both prompts with one tokenizer and its chat template."
             )
     return TeacherQuestion(row=TokenRow(prompt_ids=prompt.ids, response_ids=row.response_ids), student_ids=student_ids)

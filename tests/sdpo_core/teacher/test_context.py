@@ -116,7 +116,7 @@ def test_a_members_draw_does_not_depend_on_the_others() -> None:
 def shown(members: list[GradedRollout], **demonstration: Any) -> list[tuple[int | None, str | None] | None]:
     """Demonstrator and demonstration of each member."""
     found = contexts(members, make_sdpo(include=False, **demonstration))
-    return [context and (context.demonstrator, context.demonstration) for context in found]
+    return [None if context is None else (context.demonstrator, context.demonstration) for context in found]
 
 
 def success(*response: int, text: str) -> GradedRollout:
@@ -223,7 +223,7 @@ def test_privileged_context_is_the_problems_own_text(prompt: Any, is_reason_firs
 
 
 def test_check_privileged_warns_of_some_and_refuses_none(caplog: pytest.LogCaptureFixture) -> None:
-    blank = [make_problem(0), replace(make_problem(1), privileged=" ")]
+    blank = [replace(make_problem(i), privileged=value) for i, value in enumerate((None, " "))]
     told = replace(make_problem(2), privileged="a")
     with caplog.at_level(logging.WARNING, logger="sdpo_core.teacher.context"):
         check_privileged([told])

@@ -36,9 +36,9 @@ pieces = st.one_of(
 texts = st.lists(pieces, max_size=12).map("".join)
 contexts = st.builds(
     TeacherContext,
-    demonstration=st.none() | texts,
-    feedback=st.none() | texts,
-    privileged=st.none() | texts,
+    demonstration=st.none() | texts.filter(bool),
+    feedback=st.none() | texts.filter(bool),
+    privileged=st.none() | texts.filter(bool),
     is_reason_first=st.booleans(),
 )
 
@@ -51,9 +51,13 @@ def injected(context: TeacherContext) -> list[str]:
 
 def frame(problem: Problem, context: TeacherContext, *, text: ChatTokenizer) -> list[str]:
     """The rendered prompt around its texts: one piece more than there are texts."""
-    names = ("demonstration", "privileged", "feedback")
-    slots = {name: "{slot}" for name in names if getattr(context, name) is not None}
-    return text.render(teacher_messages(problem, replace(context, **slots))).split("{slot}")
+    slots = TeacherContext(
+        demonstration=context.demonstration and "{slot}",
+        privileged=context.privileged and "{slot}",
+        feedback=context.feedback and "{slot}",
+        is_reason_first=context.is_reason_first,
+    )
+    return text.render(teacher_messages(problem, slots)).split("{slot}")
 
 
 def is_part(shown: str, whole: str) -> bool:
@@ -260,6 +264,16 @@ def test_contract_4_prompts_with_another_header_are_refused(side: str) -> None:
         prompt = replace(prompt, ids=prompt.ids[:-1])
     with pytest.raises(DataError, match=f"question: got a {side} prompt that ends with ids"):
         question(prompt, row, text=BYTE)
+
+
+def test_contract_4_is_not_taken_on_trust_where_a_template_has_no_header() -> None:
+    """Then nothing shows that both prompts open the same turn: refused."""
+    text = build_tokenizer(TokenizerSpec(kind="byte"), texts=())
+    text.header_ids = ()
+    prompt = teacher_prompt(PROBLEM, None, text=text, limit=400)
+    assert prompt is not None
+    with pytest.raises(DataError, match=r"expected the header \[\]"):
+        question(prompt, student_row((5,)), text=text)
 
 
 def test_a_plain_request_is_the_students_row_whatever_the_sample_carries() -> None:
