@@ -235,6 +235,16 @@ def test_support_divergence_of_logits_of_1e4_is_finite(alpha: float, truncation:
     assert torch.isfinite(gradient(values, at=student)).all()
 
 
+def test_support_divergence_renormalises_masses_of_e_to_minus_20000_beside_padding() -> None:
+    """p = (1/4, 3/4) of next to nothing, q = (1/2, 1/2): KL(p||q) = 1/4 ln(1/2) + 3/4 ln(3/2) = 0.130812."""
+    student = double([[-2e4, -2e4 + math.log(3), -math.inf, 0.0]], requires_grad=True)
+    teacher = double([[math.log(0.25), math.log(0.25), -math.inf, math.log(0.5)]])
+    values = support_divergence(student, teacher, alpha=1.0, truncation="renormalised")
+    assert values.item() == pytest.approx(0.130812, abs=1e-6)
+    # g = p ln(p/q) = (-0.173287, 0.304099), less p times their sum: +- 0.205990.
+    assert gradient(values, at=student)[0].tolist() == pytest.approx([-0.205990, 0.205990, 0.0, 0.0], abs=1e-6)
+
+
 @pytest.mark.parametrize("truncation", ["renormalised", "bregman"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_support_divergence_without_the_tail_takes_any_tail(alpha: float, truncation: Truncation) -> None:
