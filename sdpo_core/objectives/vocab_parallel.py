@@ -26,10 +26,10 @@ def gather_columns(values: Shaped[Tensor, "row k"], *, group: ProcessGroup | Non
     """The columns of all processes side by side, in rank order."""
     if group is None:
         return values
-    rows, size = len(values), group.size()
-    gathered = values.new_empty(size * rows, values.shape[1])
-    dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
-    return gathered.view(size, rows, -1).transpose(0, 1).flatten(1)
+    rows, columns = values.shape
+    gathered = values.new_empty(group.size() * rows, columns)
+    dist.all_gather_single(gathered, values.contiguous(), group=group)
+    return gathered.view(group.size(), rows, columns).transpose(0, 1).flatten(1)
 
 
 def copy_to_group(hidden: Float[Tensor, "token hidden"], *, group: ProcessGroup | None) -> Tensor:

@@ -170,3 +170,25 @@ class Case:
         if group is None:
             return whole
         return whole.view(group.size(), -1, *whole.shape[1:])[group.rank()].clone()
+
+
+def agree(found: Tensor | None, expected: object, *, relative: float) -> None:
+    """Equal within `relative` of the largest finite expected number; -inf where -inf is expected."""
+    assert found is not None
+    wanted = torch.tensor(np.asarray(expected))
+    is_number = wanted != -torch.inf
+    assert torch.equal(found != -torch.inf, is_number)
+    scale = max(1.0, float(wanted[is_number].abs().max())) if is_number.any() else 1.0
+    assert (found.double() - wanted)[is_number].abs().le(relative * scale).all()
+
+
+def agree_all(found: Tables, expected: dict[str, object], *, relative: float) -> None:
+    """Every table is there exactly when it is expected, and as expected."""
+    for name in Tables.__slots__:
+        value = getattr(found, name)
+        if name == "support_ids" and value is not None:
+            assert value.tolist() == expected[name]
+        elif name in expected:
+            agree(value, expected[name], relative=relative)
+        else:
+            assert value is None

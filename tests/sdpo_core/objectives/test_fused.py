@@ -1,15 +1,12 @@
 """Fused head in one process: tables and gradients of both forms, padding, ties, precision, refusals."""
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from sdpo_core.objectives import chunk_reader, chunks
 from sdpo_core.objectives.full_divergence import FullDivergence
 from sdpo_core.objectives.fused import loss_and_gradient, score_tables, tables
-from sdpo_core.objectives.tables import Tables
-from tests.sdpo_core.objectives.fused_cases import Case
+from tests.sdpo_core.objectives.fused_cases import Case, agree, agree_all
 
 SUPPORT = [[3, 0, 7], [1, -1, -1], [-1, -1, -1], [10, 9, 8], [0, 1, -1], [5, 6, 2], [4, 3, 1]]
 EVERYTHING = [list(range(11))] * 7
@@ -42,28 +39,6 @@ def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(chunk_reader, "CHUNK_NUMBERS", 2 * chunks.spare_width(16))
         monkeypatch.setattr(chunk_reader, "TILE_COLUMNS", 5)
         monkeypatch.setattr(chunks, "BLOCK_NUMBERS", 3 * 11)
-
-
-def agree(found: Tensor | None, expected: object, *, relative: float) -> None:
-    """Equal within `relative` of the largest finite expected number; -inf where -inf is expected."""
-    assert found is not None
-    wanted = torch.tensor(np.asarray(expected))
-    is_number = wanted != -torch.inf
-    assert torch.equal(found != -torch.inf, is_number)
-    scale = max(1.0, float(wanted[is_number].abs().max())) if is_number.any() else 1.0
-    assert (found.double() - wanted)[is_number].abs().le(relative * scale).all()
-
-
-def agree_all(found: Tables, expected: dict[str, object], *, relative: float) -> None:
-    """Every table is there exactly when it is expected, and as expected."""
-    for name in Tables.__slots__:
-        value = getattr(found, name)
-        if name == "support_ids" and value is not None:
-            assert value.tolist() == expected[name]
-        elif name in expected:
-            agree(value, expected[name], relative=relative)
-        else:
-            assert value is None
 
 
 # 1e-12: tables reach 20 nats, sums run over a dozen numbers, and the complex step is exact to a few ulps.
