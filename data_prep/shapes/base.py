@@ -2,12 +2,17 @@
 
 import hashlib
 import json
+import math
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sdpo_core.records import Problem, Split
+
+_MAX_NOTE = 1_000
+# Deeper values could be read, but not written again: Python's own limit stands near 1,000.
+_MAX_DEPTH = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +47,8 @@ class RowRejectedError(Exception):
     """A row that cannot become a problem: a quarantine code and a note that names the field or value."""
 
     def __init__(self, code: str, note: str) -> None:
+        # A note quotes the row, which may hold anything: half characters, which no UTF-8 file of ours could.
+        note = note[:_MAX_NOTE].encode("utf-8", "backslashreplace").decode()
         super().__init__(code, note)
         self.code = code
         self.note = note
@@ -99,17 +106,41 @@ def parse_json_line(line: bytes) -> Mapping[str, Any]:
 
 def text_field(row: Mapping[str, Any], key: str) -> str:
     """The non-blank text under `key`."""
-    value = row.get(key)
+    return plain_text(row.get(key), where=key)
+
+
+def plain_text(value: object, *, where: str) -> str:
+    """`value`, which is text that is not blank and can be written as UTF-8; else `missing_field`."""
     if not isinstance(value, str) or not value.strip():
-        raise RowRejectedError("missing_field", f"{key}: got {_short(value)}, expected text")
+        raise RowRejectedError("missing_field", f"{where}: got {shown(value)}, expected text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowRejectedError(
+            "missing_field", f"{where}: got half a character at {error.start}, expected text"
+        ) from None
     return value
 
 
 def index_field(row: Mapping[str, Any], key: str) -> int:
     """The row number under `key`."""
     value = row.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RowRejectedError("missing_field", f"{key}: got {_short(value)}, expected a whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise RowRejectedError("missing_field", f"{key}: got {shown(value)}, expected a whole number")
+    return value
+
+
+def json_object(text: str, *, where: str) -> dict[str, Any]:
+    """The JSON object that `text` is, every value as written; else `gold_input_not_object`."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique_keys)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise RowRejectedError("gold_input_not_object", f"{where}: {error}") from None
+    if not isinstance(value, dict):
+        raise RowRejectedError("gold_input_not_object", f"{where}: got {type(value).__name__}")
+    if _depth(value) > _MAX_DEPTH:
+        raise RowRejectedError("gold_input_not_object", f"{where}: got nesting beyond {_MAX_DEPTH}")
     return value
 
 
@@ -130,6 +161,43 @@ def group_key(*parts: str) -> str:
     return hashlib.sha256("\x1f".join(comparison_key(part) for part in parts).encode()).hexdigest()
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+def shown(value: object) -> str:
+    """A value in a note: short, and safe whatever the row holds."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 40 else f"{value[:40]!r}..."
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    return f"a value of type {type(value).__name__}"
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:40]} is beyond bounds")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an object names a key twice")
+    return value
+
+
+def _depth(value: object) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    depth, level = 0, [value]
+    while level := [child for item in level for child in _children(item)]:
+        depth += 1
+    return depth
+
+
+def _children(value: object) -> Iterator[object]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value

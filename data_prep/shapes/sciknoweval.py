@@ -8,23 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data_prep.shapes.base import (
-    Origin,
-    RowRejectedError,
-    Shape,
-    comparison_key,
-    declared_domain,
-    group_key,
-    index_field,
-    text_field,
-)
+from data_prep.shapes.base import Origin, RowRejectedError, Shape, declared_domain, index_field, shown, text_field
+from data_prep.shapes.questions import CLOSING_REQUEST, MultipleChoice
 from sdpo_core.records import Message, Problem
 
-_CLOSING_REQUEST = "\nPlease reason step by step."
 _LABEL_LINE = re.compile(r"^([A-Z]): ?", re.MULTILINE)
-_SEQUENCE = re.compile(r"[A-Z]{20,}")
-_PROMISES_DATA = re.compile(r"\bgiven (?:the following|data)\b", re.IGNORECASE)
-_DECIMAL = re.compile(r"\d\.\d")
 
 
 def _has_keys(row: Mapping[str, Any]) -> bool:
@@ -41,9 +29,9 @@ def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
     gold = text_field(row, "answer").strip()
     system = text_field(row, "system")
     if row.get("kind") != "mcq":
-        raise RowRejectedError("type_not_supported", f"kind: got {row.get('kind')!r}, expected 'mcq'")
+        raise RowRejectedError("type_not_supported", f"kind: got {shown(row.get('kind'))}, expected 'mcq'")
     stem, choices = split_options(prompt)
-    _check_gold(gold, choices=choices)
+    question = MultipleChoice(text=stem, options=choices, gold=gold)
     return Problem(
         id=f"{origin.dataset}/{origin.source}/{idx}",
         prompt=(Message(role="system", content=system), Message(role="user", content=prompt)),
@@ -52,14 +40,11 @@ def _problem(row: Mapping[str, Any], origin: Origin) -> Problem:
         task="mcq",
         domain=declared_domain(origin),
         split=origin.split,
-        group_key=_group(stem, choices=choices),
-        reference={
-            "answer_key": gold,
-            "choices": [{"label": label, "text": text} for label, text in choices.items()],
-        },
+        group_key=question.group(),
+        reference=question.reference(),
         source=origin.to_json(idx=idx, shape=SHAPE.name),
-        details={"num_options": len(choices)},
-        flags=_flags(stem, choices=choices, system=system),
+        details=question.details(),
+        flags=question.flags(system=system),
     )
 
 
@@ -68,7 +53,7 @@ SHAPE = Shape(name="sciknoweval-reference", has_keys=_has_keys, problems=_proble
 
 def split_options(prompt: str) -> tuple[str, dict[str, str]]:
     """Stem and options (label to text), trimmed, from the last run of labels A, B, ... of a prompt."""
-    body = prompt.rstrip().removesuffix(_CLOSING_REQUEST)
+    body = prompt.rstrip().removesuffix(CLOSING_REQUEST)
     lines = list(_LABEL_LINE.finditer(body))
     starts = [position for position, line in enumerate(lines) if line[1] == "A"]
     run = lines[starts[-1] :] if starts else []
@@ -80,28 +65,3 @@ def split_options(prompt: str) -> tuple[str, dict[str, str]]:
     if not all(texts):
         raise RowRejectedError("empty_option", f"got no text under {labels[texts.index('')]}")
     return body[: run[0].start()].strip(), dict(zip(labels, texts, strict=True))
-
-
-def _check_gold(gold: str, *, choices: Mapping[str, str]) -> None:
-    if gold not in choices:
-        raise RowRejectedError("gold_not_a_label", f"got gold {gold!r}, expected one of {', '.join(choices)}")
-    keys = [comparison_key(text) for text in choices.values()]
-    if keys.count(comparison_key(choices[gold])) > 1:
-        raise RowRejectedError("gold_under_two_labels", f"the text of gold {gold} stands under another label, too")
-
-
-def _group(stem: str, *, choices: Mapping[str, str]) -> str:
-    # The stems of the two protein-pair tasks are generic: the two sequences to compare are the question's data.
-    if len(choices) == 2 and all(_SEQUENCE.fullmatch(text) for text in choices.values()):
-        return group_key(stem, *sorted(choices.values()))
-    return group_key(stem)
-
-
-def _flags(stem: str, *, choices: Mapping[str, str], system: str) -> tuple[str, ...]:
-    keys = [comparison_key(text) for text in choices.values()]
-    found = {
-        "equal_options": len(set(keys)) < len(keys),
-        "two_options_under_four_option_prompt": len(choices) == 2 and "four options" in system,
-        "data_block_missing": bool(_PROMISES_DATA.search(stem)) and not _DECIMAL.search(stem),
-    }
-    return tuple(flag for flag, is_set in found.items() if is_set)
