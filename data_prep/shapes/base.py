@@ -6,6 +6,8 @@ import math
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import PurePosixPath
 from typing import Any
 
 from sdpo_core.records import Problem, Split
@@ -96,7 +98,8 @@ def parse_json_line(line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
         # An escape such as \ud800 decodes to half a character, which no UTF-8 file of ours could hold.
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
+        if b"\\ud" in line.lower():
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise RowRejectedError("bad_json", str(error)) from None
     if not isinstance(row, dict):
@@ -113,12 +116,12 @@ def plain_text(value: object, *, where: str) -> str:
     """`value`, which is text that is not blank and can be written as UTF-8; else `missing_field`."""
     if not isinstance(value, str) or not value.strip():
         raise RowRejectedError("missing_field", f"{where}: got {shown(value)}, expected text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowRejectedError(
-            "missing_field", f"{where}: got half a character at {error.start}, expected text"
-        ) from None
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            note = f"{where}: got half a character at {error.start}, expected text"
+            raise RowRejectedError("missing_field", note) from None
     return value
 
 
@@ -153,7 +156,13 @@ def declared_domain(origin: Origin) -> str:
 
 def comparison_key(text: str) -> str:
     """Text for comparison only: NFKC, runs of blanks as one. Case stays, since it carries meaning in SMILES."""
-    return " ".join(unicodedata.normalize("NFKC", text).split())
+    return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).split())
+
+
+@cache
+def file_stem(path: str) -> str:
+    """Name of a file without its folder and suffix."""
+    return PurePosixPath(path).stem
 
 
 def group_key(*parts: str) -> str:

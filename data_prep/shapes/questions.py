@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 from data_prep.shapes.base import RowRejectedError, comparison_key, group_key, plain_text, shown
@@ -29,11 +30,19 @@ For the answer, only output {what}, and nothing else. {more}For example, if the 
 {example}
 </answer>
 """
+_TRUTH_SYSTEM = _SYSTEM.format(
+    task="Given a true or false question, please answer whether it is true or not.",
+    what='"Yes" or "No"',
+    more="",
+    example="Yes",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultipleChoice:
     """A question with options (label to text), texts as they stand in the source, and the gold label.
+
+    `choices`: the options trimmed; `keys`: their texts for comparison.
 
     Raises:
         RowRejectedError: the gold is not among the labels, or its text stands under another, too.
@@ -42,41 +51,38 @@ class MultipleChoice:
     text: str
     options: Mapping[str, str]
     gold: str
+    choices: Mapping[str, str] = field(init=False)
+    keys: tuple[str, ...] = field(init=False)
 
     task: ClassVar[str] = "mcq"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", {label: text.strip() for label, text in self.options.items()})
+        object.__setattr__(self, "keys", tuple(comparison_key(text) for text in self.options.values()))
         if self.gold not in self.options:
             labels = ", ".join(self.options)
             raise RowRejectedError("gold_not_a_label", f"got gold {shown(self.gold)}, expected one of {labels}")
-        if self._keys().count(comparison_key(self.options[self.gold])) > 1:
+        if self.keys.count(comparison_key(self.options[self.gold])) > 1:
             note = f"the text of gold {self.gold} stands under another label, too"
             raise RowRejectedError("gold_under_two_labels", note)
 
     def messages(self) -> tuple[Message, Message]:
         """The reference's messages: outer blanks of the texts survive, and the labels named are the row's."""
-        labels = list(self.options)
-        listed = " or ".join(labels) if len(labels) == 2 else f"{', '.join(labels[:-1])}, or {labels[-1]}"
-        system = _SYSTEM.format(
-            task=f"Given a question and {_NUMBER_WORDS[len(labels)]} options, please select the right answer.",
-            what=f"the letter corresponding to the correct option ({listed})",
-            more="Do not restate the answer text. ",
-            example=labels[0],
-        )
+        system = _system_for(tuple(self.options))
         options = "".join(f"\n{label}: {text}" for label, text in self.options.items())
         user = f"{self.text}\n{options}{CLOSING_REQUEST}"
         return Message(role="system", content=system), Message(role="user", content=user)
 
     def group(self) -> str:
         """What stays on one side of a split: the stem, with the pair of sequences where the stem is generic."""
-        choices = self._choices()
-        if len(choices) == 2 and all(_SEQUENCE.fullmatch(text) for text in choices.values()):
-            return group_key(self.text, *sorted(choices.values()))
+        texts = self.choices.values()
+        if len(texts) == 2 and all(map(_SEQUENCE.fullmatch, texts)):
+            return group_key(self.text, *sorted(texts))
         return group_key(self.text)
 
     def reference(self) -> dict[str, Any]:
         """What the grader needs."""
-        choices = [{"label": label, "text": text} for label, text in self._choices().items()]
+        choices = [{"label": label, "text": text} for label, text in self.choices.items()]
         return {"answer_key": self.gold, "choices": choices}
 
     def details(self) -> dict[str, int]:
@@ -85,19 +91,12 @@ class MultipleChoice:
 
     def flags(self, *, system: str) -> tuple[str, ...]:
         """Defects that are kept; `system` is the message that stands before the question."""
-        keys = self._keys()
         found = {
-            "equal_options": len(set(keys)) < len(keys),
-            "two_options_under_four_option_prompt": len(keys) == 2 and "four options" in system,
+            "equal_options": len(set(self.keys)) < len(self.keys),
+            "two_options_under_four_option_prompt": len(self.keys) == 2 and "four options" in system,
             "data_block_missing": _is_data_block_missing(self.text),
         }
         return tuple(flag for flag, is_set in found.items() if is_set)
-
-    def _choices(self) -> dict[str, str]:
-        return {label: text.strip() for label, text in self.options.items()}
-
-    def _keys(self) -> list[str]:
-        return [comparison_key(text) for text in self.options.values()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,13 +110,8 @@ class TrueOrFalse:
 
     def messages(self) -> tuple[Message, Message]:
         """Messages in the style of the reference's, which has no such questions."""
-        system = _SYSTEM.format(
-            task="Given a true or false question, please answer whether it is true or not.",
-            what='"Yes" or "No"',
-            more="",
-            example="Yes",
-        )
-        return Message(role="system", content=system), Message(role="user", content=f"{self.text}\n{CLOSING_REQUEST}")
+        user = f"{self.text}\n{CLOSING_REQUEST}"
+        return Message(role="system", content=_TRUTH_SYSTEM), Message(role="user", content=user)
 
     def group(self) -> str:
         """What stays on one side of a split."""
@@ -149,6 +143,17 @@ def truth(text: str) -> str:
     if found is None:
         raise RowRejectedError("gold_not_a_label", f"got gold {shown(text)}, expected Yes or No")
     return found
+
+
+@cache
+def _system_for(labels: tuple[str, ...]) -> str:
+    listed = " or ".join(labels) if len(labels) == 2 else f"{', '.join(labels[:-1])}, or {labels[-1]}"
+    return _SYSTEM.format(
+        task=f"Given a question and {_NUMBER_WORDS[len(labels)]} options, please select the right answer.",
+        what=f"the letter corresponding to the correct option ({listed})",
+        more="Do not restate the answer text. ",
+        example=labels[0],
+    )
 
 
 def _is_data_block_missing(question: str) -> bool:

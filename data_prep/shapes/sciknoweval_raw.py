@@ -7,10 +7,9 @@ instruction under `prompt` asks for the bare answer; a problem has the reference
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
-from data_prep.shapes.base import Origin, RowRejectedError, Shape, plain_text, shown, text_field
+from data_prep.shapes.base import Origin, RowRejectedError, Shape, file_stem, plain_text, shown, text_field
 from data_prep.shapes.questions import MultipleChoice, TrueOrFalse, option_text, truth
 from sdpo_core.records import Problem
 
@@ -64,7 +63,7 @@ def question_problem(head: Head, *, asked: MultipleChoice | TrueOrFalse, origin:
     messages = asked.messages()
     idx = origin.line - 1
     return Problem(
-        id=f"{origin.dataset}/{origin.source}/{head.domain}/{PurePosixPath(origin.path).stem}/{idx}",
+        id=f"{origin.dataset}/{origin.source}/{head.domain}/{file_stem(origin.path)}/{idx}",
         prompt=messages,
         label=asked.gold,
         dataset=origin.dataset,

@@ -8,10 +8,9 @@ hold requests alone, under `Instructions` or `Questions`: they have no gold.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
-from data_prep.shapes.base import Origin, RowRejectedError, Shape, plain_text, shown, text_field
+from data_prep.shapes.base import Origin, RowRejectedError, Shape, file_stem, plain_text, shown, text_field
 from data_prep.shapes.tool_calls import ToolRequest, documented_tools, listed_calls, read_calls, tool_prompt
 from sdpo_core.records import Message, Problem
 
@@ -52,7 +51,7 @@ def _problems(row: Mapping[str, Any], origin: Origin) -> Iterator[Problem | RowR
             asked = ToolRequest(api=api.strip(), tools=tools, request=answered.request.strip(), calls=answered.calls)
             yield asked.problem(
                 (Message(role="user", content=prompt),),
-                idx=f"{PurePosixPath(origin.path).stem}/{origin.line - 1}/{number}",
+                idx=f"{file_stem(origin.path)}/{origin.line - 1}/{number}",
                 origin=origin,
                 shape=SHAPE.name,
             )
