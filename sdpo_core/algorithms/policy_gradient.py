@@ -75,7 +75,7 @@ class PolicyGradient:
         scores = self._student_scores(rows, tools=tools)
         answers = self._teacher_answers(groups, rows, scores, tools=tools)
         anchor = _anchor_logps(rows, tools=tools)
-        credited = self._credit(Rewards(scores=score_table(groups), lengths=lengths, values=_values(scores)))
+        credited = self._credited(Rewards(scores=score_table(groups), lengths=lengths, values=_values(scores)))
         advantages = self._advantages(credited, lengths, scores=scores, answers=answers, anchor=anchor)
         weights = self._weights(lengths, answers=answers)
         carries_scores = self._spec.opd is not None and self._spec.opd.placement == "loss"
@@ -107,6 +107,17 @@ class PolicyGradient:
         if tools.anchor is not None:
             metrics["cost/peak_memory_bytes/anchor"] = float(tools.anchor.peak_memory_bytes())
         return metrics | follow(was_updated=bool(updates), tools=tools)
+
+    def _credited(self, rewards: Rewards) -> Credited:
+        """What the task gives; nothing, its sign included, where distillation stands alone."""
+        credited = self._credit(rewards)
+        if self._spec.opd is None or not self._spec.opd.only:
+            return credited
+        return replace(
+            credited,
+            advantages=torch.zeros_like(credited.advantages),
+            task_advantages=torch.zeros_like(credited.task_advantages),
+        )
 
     def _student_scores(self, rows: Sequence[TokenRow], *, tools: StepTools) -> tuple[RowScores, ...] | None:
         """What the policy says before the first update; None where nobody asks and the policy is the old one itself."""
@@ -152,8 +163,6 @@ class PolicyGradient:
         """The task's advantages, then the terms whose place is the advantage."""
         opd, spec = self._spec.opd, self._spec
         advantages = credited.advantages
-        if opd is not None and opd.only:
-            advantages = torch.zeros_like(advantages)
         if opd is not None and opd.placement == "advantage":
             assert scores is not None
             assert answers is not None

@@ -1,20 +1,112 @@
-"""Hand-made groups for the algorithms, and gradients of dense losses to hold them against."""
+"""Hand-made groups for the algorithms, and dense float64 formulas to hold their gradients against."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from sdpo_core.algorithms.base import StepTools
-from sdpo_core.backends.base import TokenRow
+from sdpo_core.algorithms.base import Algorithm, Batch, StepTools
+from sdpo_core.algorithms.table import algorithm
+from sdpo_core.backends.base import TokenRow, TrainRow, UpdateStats
+from sdpo_core.backends.hf import HfPolicy
 from sdpo_core.cell import Workers
 from sdpo_core.phases import PhaseClock
 from sdpo_core.records import GradedRollout, Group
 from sdpo_core.specs import CellSpec
-from tests.sdpo_core.micro import Base, load_model, make_member, make_problem
+from sdpo_core.teacher.base import Teacher
+from tests.oracles import distributions, policy
+from tests.sdpo_core.micro import Base, load_model, make_member, make_problem, make_spec, plain_workers
 
 # Gradients of float32 workers against float64 oracles: share of a parameter's largest entry.
 GRADIENT_TOLERANCE = 3e-5
+TEMPERATURE = 0.8
+VOCAB = 259
+
+# Loss of each token of a row, and its slope in the token's own log-probability, given what these are now.
+Truth = Callable[[TrainRow, list[float]], tuple[list[float], list[float]]]
+# Share of a row in the loss: a number with the loss's gradient, and the loss itself.
+RowLoss = Callable[["DenseModel", TrainRow], tuple[Tensor, float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """An arm with its workers."""
+
+    spec: CellSpec
+    workers: Workers
+    base: Base
+
+    @property
+    def arm(self) -> Algorithm:
+        return algorithm(self.spec)
+
+    @property
+    def policy(self) -> HfPolicy:
+        policy: HfPolicy = self.workers.student._policy  # type: ignore[attr-defined]
+        return policy
+
+    def tools(self, *, step: int = 1) -> StepTools:
+        return make_tools(self.spec, base=self.base, workers=self.workers, step=step)
+
+    def build(self, groups: Sequence[Group], *, num_rejected: int = 0) -> Batch:
+        return self.arm.build(groups, num_rejected=num_rejected, tools=self.tools())
+
+    def update(self, batch: Batch, *, minibatch: int = 0, learning_rate: float = 1e-3) -> UpdateStats:
+        return self.workers.student.update(batch.minibatches[minibatch], batch.objective, learning_rate=learning_rate)
+
+    def dense(self) -> "DenseModel":
+        """The student as it is now."""
+        return DenseModel(self.base, self.workers.student.weights())
+
+    def start(self) -> "DenseModel":
+        """The base: what teacher and anchor start from."""
+        return DenseModel(self.base, load_model(self.base.folder).weights())
+
+    def move(self, *, scale: float = 0.03, seed: int = 1) -> None:
+        """Take the student away from the base, so that it and its teacher differ on equal prompts."""
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            name: value + scale * value.abs().mean() * torch.randn(value.shape, generator=generator)
+            for name, value in self.workers.student.weights().items()
+        }
+        self.policy.model.blend(weights, rate=1.0)
+
+    def with_teacher(self, teacher: Teacher | None) -> "Setting":
+        return replace(self, workers=replace(self.workers, teacher=teacher))
+
+    def gradient(self) -> dict[str, Tensor]:
+        """What the last update left behind; not clipped, since the settings' limit is out of reach."""
+        return {name: p.grad.clone() for name, p in self.policy._parameters.items() if p.grad is not None}
+
+
+def make_setting(
+    cell_spec: CellSpec,
+    base: Base,
+    *,
+    arm: str,
+    training: Mapping[str, Any] | None = None,
+    is_moved: bool = False,
+    **settings: Any,
+) -> Setting:
+    """`arm` of the micro cell with single settings replaced, at a temperature, without gradient clipping."""
+    spec = make_spec(
+        cell_spec,
+        arm=arm,
+        algorithm=settings,
+        optimizer={"max_grad_norm": 1e9},
+        training={"temperature": TEMPERATURE, "rollouts_per_problem": 4, **(training or {})},
+    )
+    setting = Setting(spec=spec, workers=plain_workers(spec, folder=base.folder), base=base)
+    if is_moved:
+        setting.move()
+    return setting
 
 
 def make_tools(spec: CellSpec, *, base: Base, workers: Workers, step: int = 1) -> StepTools:
@@ -24,6 +116,7 @@ def make_tools(spec: CellSpec, *, base: Base, workers: Workers, step: int = 1) -
         text=base.text,
         student=workers.student,
         teacher=workers.teacher,
+        anchor=workers.anchor,
         phases=PhaseClock(lambda: 0.0),
     )
 
@@ -49,32 +142,213 @@ def make_group(
     return Group(problem=problem, position=position, members=tuple(members))
 
 
+def three_groups(base: Base) -> list[Group]:
+    """A mixed group, one of equal scores, and one with a partial score: 12 rollouts of 32 tokens."""
+    return [
+        make_group(base, position=0, scores=(1, 0, 0, 1)),
+        make_group(base, position=1, scores=(0, 0, 0, 0), lengths=(2, 2, 4, 1)),
+        make_group(base, position=2, scores=(0.5, 0, 1, 0), lengths=(1, 6, 2, 3)),
+    ]
+
+
+def responses(groups: Sequence[Group]) -> list[tuple[int, ...]]:
+    """The step's responses in order; each is another."""
+    return [member.rollout.response_ids for group in groups for member in group.members]
+
+
+def scores_of(groups: Sequence[Group]) -> list[list[float]]:
+    return [[member.verdict.score for member in group.members] for group in groups]
+
+
+def by_response(groups: Sequence[Group], values: Sequence[Any]) -> dict[tuple[int, ...], Any]:
+    """One value a rollout, under its response."""
+    return dict(zip(responses(groups), values, strict=True))
+
+
+@cache
+def _double_model(folder: Path) -> PreTrainedModel:
+    return load_model(folder, dtype=torch.float64).model
+
+
 class DenseModel:
     """Given weights in float64, run row by row without cache: what workers are held against."""
 
     def __init__(self, base: Base, weights: Mapping[str, Tensor]) -> None:
-        self._model = load_model(base.folder, dtype=torch.float64)
-        self._model.blend(weights, rate=1.0)
+        self.model = copy.deepcopy(_double_model(base.folder))
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
 
-    def logps(self, row: TokenRow, *, temperature: float = 1.0) -> Tensor:
-        """[token, vocabulary] log-probabilities, with gradient."""
+    def states(self, row: TokenRow) -> Tensor:
+        """[token, hidden] the states that predict the response."""
         ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
-        logits: Tensor = self._model.model(input_ids=ids).logits[0, :, :259]
+        states: Tensor = self.model.model(input_ids=ids).last_hidden_state[0]
         first = len(row.prompt_ids) - 1
-        return (logits[first : first + len(row.response_ids)] / temperature).log_softmax(dim=1)
+        return states[first : first + len(row.response_ids)]
 
-    def own_logps(self, row: TokenRow, *, temperature: float = 1.0) -> Tensor:
+    def logits(self, row: TokenRow) -> Tensor:
+        head: Tensor = self.model.get_output_embeddings().weight
+        return self.states(row) @ head[:VOCAB].T
+
+    def logps(self, row: TokenRow, *, temperature: float = TEMPERATURE) -> Tensor:
+        """[token, vocabulary] log-probabilities, with gradient."""
+        return (self.logits(row) / temperature).log_softmax(dim=1)
+
+    def own_logps(self, row: TokenRow, *, temperature: float = TEMPERATURE) -> Tensor:
         """[token] of the response's own tokens."""
         return self.logps(row, temperature=temperature).gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
 
-    def assert_gradient(self, loss: Tensor, *, workers: Workers) -> None:
+    def own(self, row: TokenRow) -> list[float]:
+        with torch.no_grad():
+            values: list[float] = self.own_logps(row).tolist()
+        return values
+
+    def masses(self, row: TokenRow) -> list[list[float]]:
+        """[token, vocabulary] probabilities, as numbers."""
+        with torch.no_grad():
+            values: list[list[float]] = self.logps(row).exp().tolist()
+        return values
+
+    def best_ids(self, row: TokenRow, *, k: int) -> list[list[int]]:
+        return [distributions.ranked_ids(masses, k=k) for masses in self.masses(row)]
+
+    def gradients(self, loss: Tensor, *, also: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Of every parameter, and of the named tensors beside them."""
+        named = {**dict(self.model.named_parameters()), **(also or {})}
+        return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+    def assert_gradient(self, loss: Tensor, *, setting: Setting) -> None:
         """The student's last gradient is that of `loss`, for every parameter."""
-        names = [name for name, _ in self._model.model.named_parameters()]
-        slopes = torch.autograd.grad(loss, list(self._model.model.parameters()))
-        found = dict(workers.student._policy.model.model.named_parameters())  # type: ignore[attr-defined]
-        assert list(found) == names
-        for name, slope in zip(names, slopes, strict=True):
-            size = float(slope.abs().max())
-            assert size > 1e-6, name
-            atol = GRADIENT_TOLERANCE * size
-            torch.testing.assert_close(found[name].grad.double(), slope, rtol=0, atol=atol, msg=name)
+        expected, found = self.gradients(loss), setting.gradient()
+        assert expected.keys() == {name for name in found if not name.startswith("value_head")}
+        assert_gradients(found, expected)
+
+
+def assert_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Equal but for the rounding of float32, parameter by parameter, and none of them zero."""
+    for name, slope in expected.items():
+        size = float(slope.abs().max())
+        assert size > 1e-6, name
+        atol = GRADIENT_TOLERANCE * size
+        torch.testing.assert_close(found[name].double(), slope.double(), rtol=0, atol=atol, msg=name)
+
+
+def assert_step(
+    setting: Setting, batch: Batch, row_loss: RowLoss, *, minibatch: int = 0, learning_rate: float = 1e-3
+) -> UpdateStats:
+    """One update is that of the sum of the rows' losses: its value and its gradient."""
+    dense = setting.dense()
+    loss, value = torch.zeros((), dtype=torch.float64), 0.0
+    for row in batch.minibatches[minibatch]:
+        part, amount = row_loss(dense, row)
+        loss, value = loss + part, value + amount
+    stats = setting.update(batch, minibatch=minibatch, learning_rate=learning_rate)
+    assert abs(stats.loss - value) < 2e-5 * max(1.0, abs(value))
+    dense.assert_gradient(loss, setting=setting)
+    return stats
+
+
+def assert_policy_step(
+    setting: Setting,
+    batch: Batch,
+    truth: Truth,
+    *,
+    weights: Callable[[TrainRow], float],
+    minibatch: int = 0,
+    learning_rate: float = 1e-3,
+) -> UpdateStats:
+    """`assert_step` for losses of the sampled tokens' log-probabilities alone."""
+
+    def row_loss(dense: DenseModel, row: TrainRow) -> tuple[Tensor, float]:
+        now, weight = dense.own_logps(row.row), weights(row)
+        losses, slopes = truth(row, now.tolist())
+        return weight * weighed(slopes, now), weight * sum(losses)
+
+    return assert_step(setting, batch, row_loss, minibatch=minibatch, learning_rate=learning_rate)
+
+
+def clipped(
+    now: Sequence[float],
+    before: Sequence[float],
+    gains: Sequence[float],
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    dual_clip: float | None = None,
+) -> tuple[list[float], list[float]]:
+    """The clipped surrogate of each token of a row and its slope, by the oracle."""
+    triples = list(zip(now, before, gains, strict=True))
+    losses = [policy.surrogate(*triple, low=low, high=high, dual_clip=dual_clip) for triple in triples]
+    slopes = [policy.surrogate_slope(*triple, low=low, high=high, dual_clip=dual_clip) for triple in triples]
+    return losses, slopes
+
+
+def weighed(slopes: Sequence[float], values: Tensor) -> Tensor:
+    """A number whose gradient in each value is the slope."""
+    return (torch.tensor(slopes, dtype=torch.float64) * values).sum()
+
+
+def token_mean(rows: Sequence[TrainRow]) -> Callable[[TrainRow], float]:
+    """One over the tokens of all rows."""
+    tokens = sum(len(row.row.response_ids) for row in rows)
+    return lambda _: 1 / tokens
+
+
+def sequence_mean(rows: Sequence[TrainRow]) -> Callable[[TrainRow], float]:
+    """One over the rows and the tokens of each."""
+    return lambda row: 1 / (len(rows) * len(row.row.response_ids))
+
+
+def divergence_terms(
+    logps: Tensor,
+    teacher: Sequence[Sequence[float]],
+    ids: Sequence[Sequence[int]] | None,
+    *,
+    alpha: float,
+    truncation: str = "tail",
+    entry_clip: float | None = None,
+) -> tuple[Tensor, list[float]]:
+    """Of each token of a row: a number with the gradient of the divergence, and the divergence itself.
+
+    From whole distributions, by the closed form of the slopes in the cells' log-probabilities; `ids` None: every id is
+    a cell.
+    """
+    terms, values = [], []
+    for token, masses in enumerate(teacher):
+        p = logps[token].exp()
+        chosen = list(range(VOCAB)) if ids is None else list(ids[token])
+        own = p if ids is None else torch.cat([p[chosen], 1 - p[chosen].sum(dim=0, keepdim=True)])
+        other = list(masses) if ids is None else distributions.cell_masses(masses, chosen)
+        student = own.tolist()
+        settings: dict[str, Any] = {"alpha": alpha, "truncation": truncation, "entry_clip": entry_clip}
+        values.append(distributions.support_divergence(student, other, **settings))
+        terms.append(weighed(distributions.support_divergence_gradient(student, other, **settings), own.log()))
+    return torch.stack(terms), values
+
+
+def batch_bytes(batch: Batch) -> list[list[tuple[object, ...]]]:
+    """Everything a policy would be trained on, to the last bit."""
+    return [
+        [
+            (
+                row.row,
+                row.weight,
+                row.distill_weight,
+                row.task_advantage,
+                *((name, array.dtype, array.shape, array.tobytes()) for name, array in sorted(row.arrays().items())),
+            )
+            for row in rows
+        ]
+        for rows in batch.minibatches
+    ]
+
+
+def with_sampling(groups: Sequence[Group], logps: Mapping[tuple[int, ...], Sequence[float]]) -> list[Group]:
+    """`groups` as an engine with other log-probabilities would have sampled them."""
+
+    def sampled(member: GradedRollout) -> GradedRollout:
+        found = tuple(float(np.float32(value)) for value in logps[member.rollout.response_ids])
+        return replace(member, rollout=replace(member.rollout, sampling_logps=found))
+
+    return [replace(group, members=tuple(sampled(member) for member in group.members)) for group in groups]
