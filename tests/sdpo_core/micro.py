@@ -202,7 +202,7 @@ def plain_workers(spec: CellSpec, *, folder: Path) -> Workers:
     """The workers as plain objects in this process."""
 
     def worker(life: TeacherSpec | None) -> TeacherWorker | None:
-        return life and TeacherWorker(spec, life=life, at=WeightsAt(folder=folder), device="cpu")
+        return None if life is None else TeacherWorker(spec, life=life, at=WeightsAt(folder=folder), device="cpu")
 
     return Workers(
         student=StudentWorker(spec, folder=folder, device="cpu"),
