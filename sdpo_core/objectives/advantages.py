@@ -87,10 +87,11 @@ def whiten(values: Float[Tensor, " token"], *, shift_mean: bool = True) -> Float
     exact = values.detach().double()
     # Shifted by the first value, so that equal values leave no residue.
     shifted = exact - exact[0]
-    centred = shifted - shifted.mean()
+    offset = shifted.mean()
+    centred = shifted - offset
     variance = centred.square().sum() / max(len(values) - 1, 1)
     scaled = centred / (variance + VARIANCE_FLOOR).sqrt()
-    return (scaled if shift_mean else scaled + exact.mean()).to(values.dtype)
+    return (scaled if shift_mean else scaled + offset + exact[0]).to(values.dtype)
 
 
 def discounted_returns(

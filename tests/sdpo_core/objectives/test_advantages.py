@@ -166,8 +166,10 @@ def test_whiten_ignores_order_shift_and_scale(values: list[float], order: random
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e4])
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_whiten_of_equal_values_is_exactly_0_or_their_mean(value: float, size: int) -> None:
-    values = torch.full((size,), value)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whiten_of_equal_values_is_exactly_0_or_their_mean(value: float, size: int, dtype: torch.dtype) -> None:
+    """Also for 0.1, whose float64 mean over 3 is not 0.1."""
+    values = torch.full((size,), value, dtype=dtype)
     assert (whiten(values) == 0).all()
     assert torch.equal(whiten(values, shift_mean=False), values)
 
