@@ -1,9 +1,11 @@
 """Asking the teacher: questions of one step, answers checked row by row, and the metrics every taught arm has."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from sdpo_core.algorithm_specs import DivergenceSpec, Support
 from sdpo_core.algorithms.base import StepTools
@@ -54,7 +56,10 @@ def ask(questions: Sequence[TeacherQuestion], *, divergence: DivergenceSpec | No
             f"teacher: got {len(answers)} answers to {len(questions)} questions, expected one each. "
             "Look at the teacher's log."
         )
-    checked = [_checked(question, answer) for question, answer in zip(questions, answers, strict=True)]
+    checked = [
+        _checked(question, answer, support=support, top_k=top_k)
+        for question, answer in zip(questions, answers, strict=True)
+    ]
     failures = [answer for answer in checked if isinstance(answer, TeacherFailure)]
     fraction = len(failures) / len(checked) if checked else 0.0
     if fraction > life.max_failed_fraction:
@@ -75,35 +80,59 @@ def ask(questions: Sequence[TeacherQuestion], *, divergence: DivergenceSpec | No
     )
 
 
-def _checked(question: TeacherQuestion, answer: TeacherScores | TeacherFailure) -> TeacherScores | TeacherFailure:
-    """The answer, if it fits its question; NaN is a failure, another shape an error."""
+def _checked(
+    question: TeacherQuestion, answer: TeacherScores | TeacherFailure, *, support: Support | None, top_k: int
+) -> TeacherScores | TeacherFailure:
+    """The answer, if it fits its question; NaN is a failure, another shape or other ids an error."""
     if isinstance(answer, TeacherFailure):
         return answer
     tokens = len(question.row.response_ids)
-    arrays = {
-        "logps": answer.logps,
-        "entropies": answer.entropies,
-        "support_ids": answer.support_ids,
-        "table": answer.table,
-        "states": answer.states,
-    }
+    arrays = {field.name: getattr(answer, field.name) for field in dataclasses.fields(answer)}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     for name, array in arrays.items():
-        if array is not None and len(array) != tokens:
+        if len(array) != tokens:
             raise DataError(
                 f"teacher: got {name} of shape {array.shape} for {tokens} tokens, expected one entry a token. "
                 "The teacher must score the same response ids."
             )
+    missing = [name for name in _asked_for(support) if name not in arrays]
+    if missing:
+        raise DataError(
+            f"teacher: got no {' and no '.join(missing)} for support {support!r}, expected them. Look at its log."
+        )
     if answer.table is not None and answer.support_ids is not None:
-        if answer.table.shape[1] != answer.support_ids.shape[1] + 1:
-            raise DataError(
-                f"teacher: got a table of shape {answer.table.shape} for {answer.support_ids.shape[1]} ids, expected "
-                "a cell each and the tail."
-            )
-        asked = question.student_ids
-        if asked is not None and answer.support_ids.shape == asked.shape and not (answer.support_ids == asked).all():
-            raise DataError("teacher: got scores at other ids than the student's, expected the same. Compare its log.")
-    damaged = [name for name, array in arrays.items() if array is not None and np.isnan(array).any()]
+        _check_cells(answer.support_ids, answer.table, asked=question.student_ids, support=support, top_k=top_k)
+    damaged = [name for name, array in arrays.items() if np.isnan(array).any()]
     return TeacherFailure(reason=f"NaN in its {', '.join(damaged)}") if damaged else answer
+
+
+def _asked_for(support: Support | None) -> tuple[str, ...]:
+    if support is None:
+        return ()
+    return ("states",) if support == "full" else ("support_ids", "table")
+
+
+def _check_cells(
+    ids: Int[np.ndarray, "token k"],
+    table: Float[np.ndarray, "token cell"],
+    *,
+    asked: Int[np.ndarray, "token own"] | None,
+    support: Support | None,
+    top_k: int,
+) -> None:
+    """Raise DataError unless the ids are those that were asked for, and the table has a cell for each and the tail."""
+    if table.shape[1] != ids.shape[1] + 1:
+        raise DataError(
+            f"teacher: got a table of shape {table.shape} for {ids.shape[1]} ids, expected a cell each and the tail."
+        )
+    if support == "teacher" and ids.shape[1] != top_k:
+        raise DataError(f"teacher: got {ids.shape[1]} ids a token, expected {top_k}. Compare its log.")
+    if asked is None:
+        return
+    is_same = ids.shape == asked.shape and bool((ids == asked).all())
+    is_held = support == "union" and bool((ids[:, None, :] == asked[:, :, None]).any(axis=2).all())
+    if not (is_same or is_held):
+        raise DataError("teacher: got scores at other ids than the student's, expected the same. Compare its log.")
 
 
 def update_metrics(sums: Mapping[str, float], *, tools: StepTools) -> dict[str, float | None]:
