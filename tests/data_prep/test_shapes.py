@@ -1,32 +1,33 @@
-"""Source shapes: real rows and broken rows of each."""
+"""Reference rows and words, how a row finds its shape, how a line is read."""
 
 import json
+import lzma
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data_prep.shapes import sciknoweval, spell_backward, tooluse
-from data_prep.shapes.base import Origin, RowRejectedError, Shape, parse_json_line
-from data_prep.sources import SourceFile, read_source
+from data_prep.shapes.base import RowRejectedError, Shape, parse_json_line
+from data_prep.shapes.table import recognise
 from sdpo_core.records import Problem
-
-FILES = {
-    "sciknoweval": "lasgroup-sdpo/sciknoweval/physics/test.json",
-    "material": "lasgroup-sdpo/sciknoweval/material/test.json",
-    "tooluse": "lasgroup-sdpo/tooluse/test.json",
-    "words": "reasoning-gym/words3to10.txt",
-}
-ORIGIN = Origin(
-    dataset="d", domain="physics", source="s", repository="r", revision="v", path="p", line=7, split="train"
+from tests.data_prep.source_rows import (
+    BUNDLED,
+    REAL,
+    SIMULATED,
+    TOOL_USE,
+    bundled,
+    flat_rows,
+    origin,
+    raw_files,
+    reference,
+    sample,
 )
 
-
-def _lines(kind: str) -> list[bytes]:
-    content = read_source(SourceFile(path=FILES[kind], split="test"), home=Path())
-    assert content is not None
-    return [line for line in content.lines if line is not None]
+ORIGIN = origin(line=7, domain="physics")
+PHYSICS = bundled("lasgroup-sdpo/sciknoweval/physics/test.json")
+CALLS = bundled(TOOL_USE)
+WORDS = lzma.decompress((BUNDLED / "reasoning-gym/words3to10.txt.xz").read_bytes()).decode().split("\n")
 
 
 def _problem(shape: Shape, row: Mapping[str, Any]) -> Problem:
@@ -37,14 +38,45 @@ def _problem(shape: Shape, row: Mapping[str, Any]) -> Problem:
     return found
 
 
-def _row(kind: str, idx: int) -> dict[str, object]:
-    return next(row for line in _lines(kind) if (row := json.loads(line))["idx"] == idx)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("sciknoweval-raw", [row for path in raw_files() for row in bundled(path)]),
+        ("sciknoweval-raw", sample("sciknoweval_v1.jsonl")),
+        ("sciknoweval-prerelease", sample("sciknoweval_prerelease.jsonl")[:5]),
+        # Before the release, rows without options looked like raw ones.
+        ("sciknoweval-raw", sample("sciknoweval_prerelease.jsonl")[5:]),
+        ("sciknoweval-reference", reference("biology") + reference("material")),
+        ("tooluse-reference", CALLS),
+        ("toolalpaca-api", bundled(SIMULATED) + bundled(REAL)),
+        ("toolalpaca-api", sample("toolalpaca_instances.json") + sample("toolalpaca_legacy.json")),
+        ("toolalpaca-flat", flat_rows()),
+        ("word", [{"word": "sun"}]),
+    ],
+)
+def test_recognise_knows_every_real_row(name, rows):
+    assert {recognise(row).name for row in rows} == {name}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"text": "plain"},
+        {"question": "2 + 2?", "answer": "4"},
+        {**flat_rows()[0], "NLDocumentation": "x"},
+        {"word": "sun", "language": "en"},
+    ],
+)
+def test_recognise_refuses_unknown_and_mixed_keys(row):
+    with pytest.raises(RowRejectedError, match="got the keys") as rejection:
+        recognise(row)
+    assert rejection.value.code == "shape_unknown"
 
 
 def test_sciknoweval_reads_real_rows_unchanged():
-    for line in _lines("sciknoweval")[:3]:
-        raw = json.loads(line)
-        problem = _problem(sciknoweval.SHAPE, parse_json_line(line))
+    for raw in PHYSICS[:3]:
+        problem = _problem(sciknoweval.SHAPE, raw)
         assert [turn.content for turn in problem.prompt] == [raw["system"], raw["prompt"]]
         assert problem.id == f"d/s/{raw['idx']}"
         assert problem.label == problem.reference["answer_key"] == raw["answer"]
@@ -52,7 +84,7 @@ def test_sciknoweval_reads_real_rows_unchanged():
 
 
 def test_sciknoweval_trims_options_with_blank_lines_between():
-    row = _row("material", 273)
+    row = reference("material")[273]
     problem = _problem(sciknoweval.SHAPE, row)
     texts = [choice["text"].split(" ")[0] for choice in problem.reference["choices"]]
     assert texts == ["1025.67", "1094.31", "1200.45", "1150.78"]
@@ -94,16 +126,15 @@ def test_group_key_joins_permuted_options_and_parts_generic_pairs():
     ],
 )
 def test_sciknoweval_rejects_broken_rows(change, code):
-    row = {**json.loads(_lines("sciknoweval")[0]), **change}
+    row = {**PHYSICS[0], **change}
     with pytest.raises(RowRejectedError) as rejection:
         _problem(sciknoweval.SHAPE, row)
     assert rejection.value.code == code
 
 
 def test_tooluse_reads_real_rows():
-    for line in _lines("tooluse")[:3]:
-        raw = json.loads(line)
-        problem = _problem(tooluse.SHAPE, parse_json_line(line))
+    for raw in CALLS[:3]:
+        problem = _problem(tooluse.SHAPE, raw)
         assert [turn.content for turn in problem.prompt] == [raw["prompt"]]
         assert problem.reference["tool_names"] == [
             "getRandomAxolotlImage",
@@ -116,7 +147,7 @@ def test_tooluse_reads_real_rows():
 
 
 def test_tooluse_keeps_nested_arguments():
-    problem = _problem(tooluse.SHAPE, _row("tooluse", 4072))
+    problem = _problem(tooluse.SHAPE, CALLS[4072 - 4046])
     arguments = problem.reference["calls"][0]["arguments"]
     assert arguments["profileData"] == {"profilePictureUrl": "https://example.com/new_image.jpg"}
 
@@ -142,22 +173,21 @@ def _answer(**call: object) -> dict[str, object]:
     ],
 )
 def test_tooluse_rejects_broken_rows(change, code):
-    row = {**json.loads(_lines("tooluse")[0]), **change}
+    row = {**CALLS[0], **change}
     with pytest.raises(RowRejectedError) as rejection:
         _problem(tooluse.SHAPE, row)
     assert rejection.value.code == code
 
 
 def test_tooluse_keeps_a_lone_dollar():
-    row = {**json.loads(_lines("tooluse")[0]), **_answer(Action_Input='{"category": "pa$$word"}')}
+    row = {**CALLS[0], **_answer(Action_Input='{"category": "pa$$word"}')}
     assert _problem(tooluse.SHAPE, row).reference["calls"][0]["arguments"] == {"category": "pa$$word"}
 
 
 def test_words_read_real_rows():
-    for line in (b"aal", b"dragon", b"zoo"):
-        assert line in _lines("words")
-        problem = _problem(spell_backward.SHAPE, {"word": line.decode()})
-        word = line.decode()
+    for word in ("aal", "dragon", "zoo"):
+        assert word in WORDS
+        problem = _problem(spell_backward.SHAPE, {"word": word})
         assert problem.prompt[0].content == f"Spell this word backward (example: sun -> nus): {word}"
         assert problem.reference == {"answer": word[::-1], "word": word}
         assert problem.privileged == word[::-1]
