@@ -1,7 +1,7 @@
 """The manifest of a prepared data set: its digest, counts, guess baselines and sources."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ MANIFEST_NAME = "manifest.json"
 class Manifest:
     """What `manifest.json` says.
 
-    `digest` covers the split files alone. `rows_read` = `kept` + the sum of `quarantined` (code to rows). `splits`:
-    rows kept by split. `flagged`: kept rows by defect code. `baselines`: score by rule and split, None where there
-    is nothing to choose or to score on; `baseline_choices`: what a rule chose on train. `source`: "files" as read,
-    and "supplied": paths below the home folder where the user may add files.
+    `digest` covers the split files alone. `rows_read` = `kept` + the sum of `quarantined` (code to rows); an API of
+    ToolAlpaca counts as the rows it gives. `splits`: rows kept by split. `flagged`: kept rows by defect code.
+    `baselines`: score by rule and split, None where there is nothing to choose or to score on; `baseline_choices`: what
+    a rule chose on train. `source`: "files" as read, and "supplied": paths below the home folder where the user may add
+    files. `tasks`: rows kept by grader. `shapes`: rows read by shape, then by code, "kept" being one. `leaks`: rows
+    found on both sides of the split. `by_task`, `by_part`: rows and baselines of each task that the source names, and
+    of each part of a mixture.
     """
 
     name: str
@@ -33,6 +36,11 @@ class Manifest:
     baseline_choices: Mapping[str, str]
     files: Mapping[str, str]
     source: Mapping[str, Any]
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    leaks: Mapping[str, int] = field(default_factory=dict)
+    by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    by_part: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the file."""
@@ -69,5 +77,5 @@ def require_train(manifest: Manifest) -> None:
     if manifest.splits.get("train", 0):
         return
     places = " and ".join(f"$SDPO_HOME/{path}" for path in manifest.source["supplied"])
-    advice = f"Place them at {places} and run `sdpo prepare {manifest.name}`" if places else "Choose another data set"
+    advice = f"Place them in {places} and run `sdpo prepare {manifest.name}`" if places else "Choose another data set"
     raise SpecError(f"{manifest.name}: got 0 training rows, expected at least 1. {advice} (docs/data.md).")

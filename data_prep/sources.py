@@ -1,48 +1,61 @@
-"""Source files: the bundled reference data, verified on read, and files that a user supplies."""
+"""Source files: the bundled data, verified on read, files that a user supplies or names, data sets of the hub."""
 
 import hashlib
-import json
+import io
 import lzma
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from data_prep.hub import hub_name, hub_rows
+from data_prep.readers import SourceRow, file_rows, format_of, line_rows, stream_rows
 from sdpo_core.errors import DataError
+from sdpo_core.fingerprint import file_digest
 from sdpo_core.journal import read_json
 from sdpo_core.records import Split
 
 BUNDLED = Path(__file__).parent / "bundled"
+SUPPLIED = "supplied by the user"
+
+Where = Literal["bundled", "supplied", "named", "hub"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """One file of a data set. `path`: below `bundled/`, or below `<home>/sources/` where the user supplies it.
+    """One file of a data set, or a folder of them.
 
-    A supplied file may be absent. `split` is the split its rows come in; policies may move them.
+    `path`: below `bundled/`; below `<home>/sources/` where the user may supply it; anywhere on this machine where the
+    user named it; or `hub:NAME@REVISION[:CONFIG]`. `split` is the split its rows come in, None where it says nothing.
+    `source` is the middle part of its problems' ids. `label` stands for the path of a named file in all that is
+    written: where it lies is this machine's business alone.
     """
 
     path: str
-    split: Split
-    is_supplied: bool = False
+    split: Split | None
+    where: Where = "bundled"
+    source: str = ""
+    label: str = ""
+    is_word_list: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceContent:
-    """What was read: the lines (bytes, without line ends; blank ones are None) and where they come from."""
+class Source:
+    """A file that was found. `rows` reads it from the start, one row after the other; None where it holds no rows."""
 
     file: SourceFile
-    lines: tuple[bytes | None, ...]
+    label: str
     sha256: str
     repository: str
     revision: str
     licence: str
+    rows: Callable[[], Iterator[SourceRow]] | None
 
     def to_json(self) -> dict[str, Any]:
         """The file's entry in the manifest."""
         return {
-            "path": supplied_path(self.file) if self.file.is_supplied else self.file.path,
+            "path": self.label,
             "split": self.file.split,
-            "rows": sum(line is not None for line in self.lines),
             "sha256": self.sha256,
             "repository": self.repository,
             "revision": self.revision,
@@ -55,61 +68,116 @@ def supplied_path(file: SourceFile) -> str:
     return f"sources/{file.path}"
 
 
-def read_source(file: SourceFile, *, home: Path, bundled: Path = BUNDLED) -> SourceContent | None:
-    """Read a source file; None where the user may supply one and did not."""
-    if file.is_supplied:
-        path = home / supplied_path(file)
-        return _supplied(file, path=path) if path.exists() else None
-    return _bundled(file, folder=bundled)
+def open_sources(file: SourceFile, *, home: Path, bundled: Path = BUNDLED) -> tuple[Source, ...]:
+    """The files behind an entry, in order of their names; none where the user may supply some and did not.
+
+    Raises:
+        DataError: a bundled file is not what it was; a named one is not there or holds no rows.
+    """
+    if file.where == "bundled":
+        return _bundled(file, folder=bundled)
+    if file.where == "hub":
+        return (_hub(file, home=home),)
+    path = home / supplied_path(file) if file.where == "supplied" else Path(file.path)
+    label = supplied_path(file) if file.where == "supplied" else file.label
+    return _on_disk(file, path=path, label=label)
 
 
-def _bundled(file: SourceFile, *, folder: Path) -> SourceContent:
-    entries = {entry["path"]: entry for entry in read_json(folder / "sources.json")["files"]}
-    path = folder / f"{file.path}.xz"
-    advice = "Install the package again."
-    if file.path not in entries:
-        raise DataError(f"{path}: got no entry in {folder / 'sources.json'}, expected one. {advice}")
-    entry = entries[file.path]
+def files_below(path: Path) -> tuple[Path, ...]:
+    """The file itself, or the files of a folder in order of their names, hidden ones left out."""
+    if not path.is_dir():
+        return (path,)
+    found = (item for item in path.rglob("*") if item.is_file())
+    return tuple(sorted(item for item in found if not any(part[0] == "." for part in item.relative_to(path).parts)))
+
+
+def bundled_bytes(path: str, *, bundled: Path = BUNDLED) -> bytes:
+    """The content of a bundled file, checked against its SHA-256."""
+    file = SourceFile(path=path, split=None)
+    return _unpacked(bundled / f"{path}.xz", sha256=_entries(file, folder=bundled)[0]["sha256"])
+
+
+def _bundled(file: SourceFile, *, folder: Path) -> tuple[Source, ...]:
+    return tuple(
+        Source(
+            file=file,
+            label=entry["path"],
+            sha256=entry["sha256"],
+            repository=entry["repository"],
+            revision=entry["revision"],
+            licence=entry["licence"],
+            rows=_bundled_rows(folder / f"{entry['path']}.xz", entry=entry, is_word_list=file.is_word_list),
+        )
+        for entry in _entries(file, folder=folder)
+    )
+
+
+def _entries(file: SourceFile, *, folder: Path) -> list[dict[str, Any]]:
+    listing = folder / "sources.json"
+    below = f"{file.path}/"
+    entries = [
+        entry for entry in read_json(listing)["files"] if entry["path"] == file.path or entry["path"].startswith(below)
+    ]
+    if not entries:
+        raise DataError(f"{folder / file.path}: got no entry in {listing}, expected one. Install the package again.")
+    return entries
+
+
+def _bundled_rows(path: Path, *, entry: dict[str, Any], is_word_list: bool) -> Callable[[], Iterator[SourceRow]]:
+    def rows() -> Iterator[SourceRow]:
+        content = io.BytesIO(_unpacked(path, sha256=entry["sha256"]))
+        return line_rows(content) if is_word_list else stream_rows(content, where=entry["path"])
+
+    return rows
+
+
+def _unpacked(path: Path, *, sha256: str) -> bytes:
     try:
         content = lzma.decompress(path.read_bytes())
     except (OSError, lzma.LZMAError) as error:
-        raise DataError(f"{path}: got {error}, expected a readable .xz file. {advice}") from None
-    sha256 = hashlib.sha256(content).hexdigest()
-    if sha256 != entry["sha256"]:
-        raise DataError(f"{path}: got content with SHA-256 {sha256}, expected {entry['sha256']}. {advice}")
-    return SourceContent(
-        file=file,
-        lines=_lines(content),
-        sha256=sha256,
-        repository=entry["repository"],
-        revision=entry["revision"],
-        licence=entry["licence"],
+        raise DataError(f"{path}: got {error}, expected a readable .xz file. Install the package again.") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise DataError(f"{path}: got content with SHA-256 {found}, expected {sha256}. Install the package again.")
+    return content
+
+
+def _on_disk(file: SourceFile, *, path: Path, label: str) -> tuple[Source, ...]:
+    if not path.exists():
+        if file.where == "supplied":
+            return ()
+        raise DataError(f"{path}: got no such file, expected one with rows. Correct the path.")
+    return tuple(
+        Source(
+            file=file,
+            label=label if item == path else f"{label}/{item.relative_to(path).as_posix()}",
+            sha256=file_digest(item),
+            repository=SUPPLIED,
+            revision="",
+            licence="",
+            rows=None if format_of(item) is None else _disk_rows(item),
+        )
+        for item in files_below(path)
     )
 
 
-def _supplied(file: SourceFile, *, path: Path) -> SourceContent:
-    content = path.read_bytes()
-    is_array = content.lstrip()[:1] == b"["
-    return SourceContent(
+def _disk_rows(path: Path) -> Callable[[], Iterator[SourceRow]]:
+    return lambda: file_rows(path, where=str(path))
+
+
+def _hub(file: SourceFile, *, home: Path) -> Source:
+    hub = hub_name(file.path)
+
+    def rows() -> Iterator[SourceRow]:
+        for number, (row, split) in enumerate(hub_rows(hub, home=home), start=1):
+            yield SourceRow(number=number, content=row, split=split)
+
+    return Source(
         file=file,
-        lines=_array_lines(content, path=path) if is_array else _lines(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        repository="supplied by the user",
-        revision="",
-        licence="",
+        label=hub.label,
+        sha256="",
+        repository=f"huggingface.co/datasets/{hub.name}",
+        revision=hub.revision,
+        licence="as its page says",
+        rows=rows,
     )
-
-
-def _lines(content: bytes) -> tuple[bytes | None, ...]:
-    # Only \n ends a row: splitlines() would also break at characters that stand inside JSON strings.
-    return tuple(line if line.strip() else None for line in content.rstrip(b"\n").split(b"\n"))
-
-
-def _array_lines(content: bytes, *, path: Path) -> tuple[bytes | None, ...]:
-    try:
-        rows = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: got a damaged JSON array ({error}), expected an array of rows or one row a line. Repair the file."
-        ) from None
-    return tuple(json.dumps(row).encode() for row in rows)

@@ -7,7 +7,8 @@ from itertools import product
 from pydantic import ValidationError
 
 from data_prep.manifest import Manifest
-from data_prep.table import DATASETS
+from data_prep.table import DATASETS, dataset_entry
+from data_prep.user_data import is_named_by_user
 from experiments.arms import ARMS
 from experiments.profiles import PROFILES
 from reports.rows import PlannedCell
@@ -48,8 +49,8 @@ def select(experiment: ExperimentSpec, selection: Selection) -> ExperimentSpec:
         SpecError: every name that is unknown, given twice, or not part of the experiment, in one message.
     """
     faults = [
-        *_faults("data set", experiment.datasets, known=DATASETS),
-        *_faults("data set", selection.datasets or (), known=DATASETS),
+        *_faults("data set", experiment.datasets, known=_known(experiment.datasets)),
+        *_faults("data set", selection.datasets or (), known=_known(selection.datasets or ())),
         *_faults("arm", experiment.arms, known=ARMS),
         *_faults("arm", selection.arms or (), known=ARMS, declared=experiment.arms),
         *_faults("seed", experiment.seeds),
@@ -75,8 +76,8 @@ def select(experiment: ExperimentSpec, selection: Selection) -> ExperimentSpec:
 def datasets_to_prepare(selected: ExperimentSpec) -> tuple[str, ...]:
     """The data sets of the cells and of their bases' warm-ups."""
     profile = PROFILES[selected.profile]
-    tasks = {DATASETS[name].task for name in selected.datasets}
-    bases = [base for task in sorted(tasks & profile.tasks.keys()) for base in _bases(profile.tasks[task])]
+    tasks = {dataset_entry(name).task for name in selected.datasets}
+    bases = [base for task in sorted(profile.tasks.keys() & tasks) for base in _bases(profile.tasks[task])]
     return tuple(dict.fromkeys((*selected.datasets, *(name for base in bases for name in base.datasets))))
 
 
@@ -90,10 +91,10 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
     profile = PROFILES[selected.profile]
     faults = list(_faults("data set", selected.datasets, declared=declared.datasets))
     faults += [
-        f"got data set {name!r} of task {DATASETS[name].task!r}, expected a task of profile {profile.name!r} "
+        f"got data set {name!r} of task {dataset_entry(name).task!r}, expected a task of profile {profile.name!r} "
         f"({', '.join(profile.tasks)})"
         for name in selected.datasets
-        if DATASETS[name].task not in profile.tasks
+        if dataset_entry(name).task not in profile.tasks
     ]
     if faults:
         raise SpecError(f"{selected.name}: {'; '.join(faults)}. Choose other data sets or another profile.")
@@ -171,7 +172,8 @@ def _bases(holder: CellSpec | TaskProfile) -> tuple[BaseSpec, ...]:
 
 def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpec:
     """One cell; a SpecError of half a sentence where the arm does not fit the profile's numbers."""
-    task = DATASETS[dataset].task
+    entry = dataset_entry(dataset)
+    task = str(entry.task)
     numbers, algorithm = profile.tasks[task], ARMS[arm].algorithm
     wants_model = _asks_for_teacher_model(algorithm)
     if wants_model and numbers.teacher_base is None:
@@ -181,7 +183,8 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
         )
     try:
         return CellSpec(
-            dataset=dataset,
+            # Of a user's file the name that stands for its content: where it lies is no part of what a cell is.
+            dataset=entry.name,
             task=task,
             arm=arm,
             profile=profile.name,
@@ -200,6 +203,11 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
     except ValidationError as error:
         reasons = ", ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
         raise SpecError(f"got arm {arm!r} on {dataset!r} under profile {profile.name!r}: {reasons}") from None
+
+
+def _known(names: Sequence[str]) -> tuple[str, ...]:
+    """The data sets of the table, and those that name where their rows come from."""
+    return (*DATASETS, *filter(is_named_by_user, names))
 
 
 def _asks_for_teacher_model(algorithm: AlgorithmSpec) -> bool:

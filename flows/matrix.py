@@ -127,12 +127,14 @@ def matrix_of(
     """
     for name in selected.datasets:
         require_train(manifests[name])
+    # Cells and pages speak of a user's file by the name that stands for its content.
+    names = tuple(manifests[name].name for name in declared.datasets)
     return Matrix(
-        declared=declared,
+        declared=declared.model_copy(update={"datasets": names}),
         # The whole declaration, also where less is selected: the page at the end needs all of it.
         declared_cells=cells_of(declared, declared=declared),
         cells=cells_of(selected, declared=declared),
-        manifests=manifests,
+        manifests={manifest.name: manifest for manifest in manifests.values()},
         store=Store(home),
     )
 

@@ -34,7 +34,9 @@ from tasks.train import train
 # `select_from` checks them with words of its own.
 _EXPERIMENT_PATTERN = rf"^({'|'.join(EXPERIMENTS)}|.*\.py)$"
 ExperimentName = Annotated[str, WithJsonSchema({"type": "string", "pattern": _EXPERIMENT_PATTERN})]
-DatasetName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(DATASETS)})]
+# A name of the table, or one that says where the rows are.
+_DATASETS: list[dict[str, Any]] = [{"enum": list(DATASETS)}, {"pattern": "^(file|hub):"}]
+DatasetName = Annotated[str, WithJsonSchema({"type": "string", "anyOf": _DATASETS})]
 ArmName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(ARMS)})]
 ProfileName = Annotated[str, WithJsonSchema({"type": "string", "enum": list(PROFILES)})]
 

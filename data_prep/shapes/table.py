@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from data_prep.shapes import (
+    canonical,
     sciknoweval,
     sciknoweval_prerelease,
     sciknoweval_raw,
@@ -22,6 +23,7 @@ SHAPES: tuple[Shape, ...] = (
     toolalpaca_api.SHAPE,
     toolalpaca_flat.SHAPE,
     spell_backward.SHAPE,
+    canonical.SHAPE,
 )
 
 

@@ -8,18 +8,27 @@ import pytest
 
 from data_prep.manifest import read_manifest, require_train
 from data_prep.prepare import prepare_dataset
-from data_prep.sources import BUNDLED, SourceFile, read_source
+from data_prep.sources import BUNDLED, SourceFile, bundled_bytes, open_sources
 from data_prep.table import DATASETS
 from data_prep.warmups.table import warmup
 from sdpo_core.errors import DataError, SpecError
 
 # name: rows in the source's train and test, rows kept in train, dev and test, quarantined by code.
-COUNTS = {
+COUNTS: dict[str, tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]] = {
     "sciknoweval-biology": ((450, 50), (407, 43, 50), {}),
     "sciknoweval-chemistry": ((1890, 210), (1703, 187, 210), {}),
     "sciknoweval-materials": ((841, 94), (743, 77, 94), {"exact_repeat": 5, "group_in_test": 16}),
     "sciknoweval-physics": ((720, 80), (638, 66, 80), {"gold_under_two_labels": 3, "group_in_test": 13}),
     "toolalpaca": ((0, 68), (0, 0, 65), {"gold_tool_unknown": 3}),
+    "toolalpaca-real": ((11, 68), (83, 21, 65), {"gold_input_not_object": 4, "gold_tool_unknown": 9}),
+}
+# name: rows read, rows kept in train, dev and test, quarantined by code.
+RAW_COUNTS: dict[str, tuple[int, tuple[int, int, int], dict[str, int]]] = {
+    "sciknoweval-biology-raw": (600, (394, 54, 52), {"other_task": 100}),
+    "sciknoweval-chemistry-raw": (2400, (1687, 206, 207), {"type_not_supported": 300}),
+    "sciknoweval-materials-raw": (935, (726, 106, 96), {"choices_mismatch": 1, "exact_repeat": 6}),
+    "sciknoweval-physics-raw": (1018, (651, 80, 66), {"gold_under_two_labels": 3, "level_not_l3": 218}),
+    "sciknoweval-solubility-raw": (100, (77, 10, 13), {}),
 }
 
 
@@ -31,6 +40,42 @@ def test_prepare_counts_every_row_of_the_reference_data(prepared, name):
     assert (by_split.get("train", 0), by_split["test"]) == read
     assert (manifest.splits["train"], manifest.splits["dev"], manifest.splits["test"]) == kept
     assert manifest.quarantined == quarantined
+
+
+@pytest.mark.parametrize("name", RAW_COUNTS)
+def test_prepare_counts_every_raw_row(prepared, name):
+    manifest = prepared[name].manifest
+    read, kept, quarantined = RAW_COUNTS[name]
+    assert sum(entry["rows"] for entry in manifest.source["files"]) == manifest.rows_read == read
+    assert (manifest.splits["train"], manifest.splits["dev"], manifest.splits["test"]) == kept
+    assert manifest.quarantined == quarantined
+
+
+def test_prepare_reads_the_rows_of_the_reference_from_the_raw_files(prepared):
+    """Level L3 and multiple choice: 4,335 rows, of which the same ones fall to the same rules."""
+    names = [name for name in RAW_COUNTS if name != "sciknoweval-solubility-raw"]
+    unwanted = {"other_task", "type_not_supported", "level_not_l3"}
+    wanted = [
+        prepared[name].manifest.rows_read
+        - sum(count for code, count in prepared[name].manifest.quarantined.items() if code in unwanted)
+        for name in names
+    ]
+    assert wanted == [500, 2100, 935, 800]
+
+
+@pytest.mark.parametrize(("domain", "shared"), [("biology", 19), ("chemistry", 0), ("materials", 5), ("physics", 7)])
+def test_prepare_marks_test_rows_whose_question_is_in_train(prepared, domain, shared):
+    item = prepared[f"sciknoweval-{domain}"]
+    marks = [problem.details["stem_disjoint"] for problem in item.problems["test"]]
+    assert marks.count(False) == item.manifest.leaks["test_stem_in_train"] == shared
+    assert all("stem_disjoint" not in problem.details for problem in item.problems["train"])
+
+
+def test_prepare_puts_whole_apis_into_dev(prepared):
+    rows = prepared["toolalpaca-real"].problems
+    apis = {split: {row.details["api"] for row in rows[split]} for split in ("train", "dev", "test")}
+    assert [len(found) for found in apis.values()] == [8, 3, 10]
+    assert not apis["train"] & apis["dev"] | (apis["train"] | apis["dev"]) & apis["test"]
 
 
 def test_prepare_accounts_for_each_row_read(prepared):
@@ -72,7 +117,10 @@ def test_prepare_gives_unique_ids_and_the_split_of_the_file(prepared):
     for name, item in prepared.items():
         ids = [row.id for rows in item.problems.values() for row in rows]
         assert len(set(ids)) == len(ids)
-        assert all(row.id.startswith(f"{name}/") for row in item.problems["test"])
+        # In a mixture, rows go by the names of its parts.
+        names = {part.entry.name for part in DATASETS[name].parts} or {name}
+        assert {row.dataset for row in item.problems["test"]} == names
+        assert all(row.id.startswith(f"{row.dataset}/") for row in item.problems["test"])
         assert all(row.split == split for split, rows in item.problems.items() for row in rows)
 
 
@@ -111,6 +159,7 @@ def test_prepare_after_a_killed_run_starts_clean(tmp_path):
     (aside / "half.jsonl").write_text("{")
     prepare_dataset("toolalpaca", home=tmp_path)
     assert sorted(path.name for path in (tmp_path / "data" / "toolalpaca").iterdir()) == [
+        "card.md",
         "dev.jsonl",
         "manifest.json",
         "quarantine.jsonl",
@@ -127,15 +176,13 @@ def test_prepare_names_the_data_sets_it_knows(tmp_path):
 
 def test_require_train_says_where_rows_are_placed(prepared):
     require_train(prepared["sciknoweval-physics"].manifest)
-    with pytest.raises(SpecError, match=r"\$SDPO_HOME/sources/toolalpaca/train\.json"):
+    with pytest.raises(SpecError, match=r"\$SDPO_HOME/sources/toolalpaca and run"):
         require_train(prepared["toolalpaca"].manifest)
 
 
 def _tool_rows(count: int) -> list[dict[str, object]]:
     """Rows like the reference's train rows: test rows moved to an API that test does not have."""
-    content = read_source(SourceFile(path="lasgroup-sdpo/tooluse/test.json", split="test"), home=Path())
-    assert content is not None
-    rows = [json.loads(line) for line in content.lines[:count] if line is not None]
+    rows = [json.loads(line) for line in bundled_bytes("lasgroup-sdpo/tooluse/test.json").split(b"\n")[:count]]
     return [
         {**row, "idx": number, "prompt": row["prompt"].replace("Name: Axolotl\n", "Name: Newt\n")}
         for number, row in enumerate(rows)
@@ -185,7 +232,7 @@ def test_prepare_quarantines_damaged_supplied_rows(tmp_path):
 
 def test_prepare_refuses_a_source_without_survivors(tmp_path):
     _supply(tmp_path, '{"idx": 1}\nnot json\n')
-    with pytest.raises(DataError, match=r"sources/toolalpaca/train\.json: got no usable row"):
+    with pytest.raises(DataError, match=r"sources/toolalpaca/train\.json: got no usable row .*'bad_json': 1"):
         prepare_dataset("toolalpaca", home=tmp_path)
     assert not (tmp_path / "data" / "toolalpaca").exists()
 
@@ -201,23 +248,27 @@ def test_prepare_splits_do_not_depend_on_row_order(tmp_path):
     assert found[0] == found[1]
 
 
-def test_read_source_refuses_other_content(tmp_path):
+def test_open_sources_refuses_other_content(tmp_path):
     file = SourceFile(path="lasgroup-sdpo/tooluse/test.json", split="test")
     (tmp_path / "lasgroup-sdpo" / "tooluse").mkdir(parents=True)
     (tmp_path / "sources.json").write_text((BUNDLED / "sources.json").read_text())
     stored = tmp_path / f"{file.path}.xz"
     stored.write_bytes(lzma.compress(b'{"idx": 1}\n'))
+    (source,) = open_sources(file, home=tmp_path, bundled=tmp_path)
+    assert source.rows is not None
     with pytest.raises(DataError, match="SHA-256"):
-        read_source(file, home=tmp_path, bundled=tmp_path)
+        list(source.rows())
     stored.write_bytes(b"not xz")
     with pytest.raises(DataError, match=r"readable \.xz"):
-        read_source(file, home=tmp_path, bundled=tmp_path)
+        list(source.rows())
 
 
 def test_sources_list_every_bundled_file():
     listed = {entry["path"]: entry for entry in json.loads((BUNDLED / "sources.json").read_text())["files"]}
-    used = {file.path for entry in DATASETS.values() for file in entry.files if not file.is_supplied}
-    assert used <= set(listed)
+    files = {file for entry in DATASETS.values() for file in entry.files if file.where == "bundled"}
+    used = {source.label for file in files for source in open_sources(file, home=Path())}
+    # The simulated requests are there to rebuild the 68 test prompts from.
+    assert set(listed) - used == {"tangqiaoyu-toolalpaca/eval_simulated.json"}
     for path, entry in listed.items():
         content = lzma.decompress((BUNDLED / f"{path}.xz").read_bytes())
         assert len(content) == entry["bytes"]
