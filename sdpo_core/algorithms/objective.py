@@ -152,12 +152,13 @@ class PolicyTerm:
 class SampledKlTerm:
     """coefficient x half the squared log-ratio of the sampled token: its gradient is that of the reverse KL ("k2").
 
-    Off-policy tokens count by their truncated importance weight. `is_anchor`: to the anchor's log-probabilities with
-    the row's policy weight, else to the teacher's with its distillation weight.
+    Off-policy tokens count by their truncated importance weight, and by the engine's as in `PolicyTerm`. `is_anchor`:
+    to the anchor's log-probabilities with the row's policy weight, else to the teacher's with its distillation weight.
     """
 
     coefficient: float
     is_anchor: bool
+    rollout_cap: float | None = None
     needs_whole_sequences: bool = False
     whole_vocabulary: WholeVocabulary | None = None
 
@@ -166,9 +167,10 @@ class SampledKlTerm:
         weight = batch.weight if self.is_anchor else batch.distill_weight
         if reference is None:
             return _nothing(batch, weight, name="anchor_logp" if self.is_anchor else "teacher_own_logp")
-        squared = 0.5 * (batch.logp - reference).square()
+        squared = 0.5 * (batch.logp - reference.detach()).square()
         current = importance_weight(batch.logp, batch.old_logp, cap=_CORRECTION_CAP)
-        return TokenLosses(loss=self.coefficient * weight * current * squared, sums={})
+        weight = self.coefficient * weight * _rollout_weight(batch, cap=self.rollout_cap)
+        return TokenLosses(loss=weight * current * squared, sums={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

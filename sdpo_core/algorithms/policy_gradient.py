@@ -198,9 +198,11 @@ class PolicyGradient:
         if opd is None or not opd.only or opd.placement == "advantage":
             terms.append(PolicyTerm(surrogate=self._surrogate, rollout_cap=spec.rollout_cap))
         if spec.anchor is not None and spec.anchor.placement == "loss":
-            terms.append(SampledKlTerm(coefficient=spec.anchor.coefficient, is_anchor=True))
+            terms.append(
+                SampledKlTerm(coefficient=spec.anchor.coefficient, is_anchor=True, rollout_cap=spec.rollout_cap)
+            )
         if opd is not None and opd.placement == "loss" and opd.divergence is None:
-            terms.append(SampledKlTerm(coefficient=opd.coefficient, is_anchor=False))
+            terms.append(SampledKlTerm(coefficient=opd.coefficient, is_anchor=False, rollout_cap=spec.rollout_cap))
         if opd is not None and opd.divergence is not None:
             terms.append(
                 DivergenceTerm(

@@ -124,17 +124,23 @@ def test_twice_the_coefficient_is_twice_the_gradient(
         torch.testing.assert_close(found[1][name], 2 * value, rtol=0, atol=2e-6 * float(value.abs().max()), msg=name)
 
 
+CORRECTED: Mapping[str, Mapping[str, Any]] = {
+    "surrogate": {"arm": "rloo"},
+    "divergence": {
+        "arm": "grpo",
+        **opd(estimator="divergence", placement="loss", only=True, divergence={"support": "full", "top_k": None}),
+    },
+    "sampled": {"arm": "grpo", **opd(estimator="k2", placement="loss", only=True)},
+}
+
+
 @pytest.mark.parametrize("cap", [0.9, 2.0])
-@pytest.mark.parametrize("term", ["surrogate", "divergence"])
+@pytest.mark.parametrize("term", CORRECTED)
 def test_rollout_correction_weighs_by_the_engines_probabilities(
     cell_spec: CellSpec, base: Base, cap: float, term: str
 ) -> None:
     """min(p_old / p_engine, cap) of each token, a constant, for each term whose samples are the engine's."""
-    divergence = {"estimator": "divergence", "placement": "loss", "divergence": {"support": "full", "top_k": None}}
-    settings: dict[str, Any] = (
-        {"arm": "rloo"} if term == "surrogate" else {"arm": "grpo", **opd(**divergence, only=True)}
-    )
-    setting = make_setting(cell_spec, base, is_moved=True, minibatches=2, rollout_cap=cap, **settings)
+    setting = make_setting(cell_spec, base, is_moved=True, minibatches=2, rollout_cap=cap, **CORRECTED[term])
     groups, start, teacher = three_groups(base), setting.dense(), setting.start()
     plain = {row.row.response_ids: start.own(row.row) for part in setting.build(groups).minibatches for row in part}
     generator = np.random.default_rng(3)
@@ -148,11 +154,15 @@ def test_rollout_correction_weighs_by_the_engines_probabilities(
         weights = [min(policy.ratio(a, b), cap) / tokens for a, b in zip(plain[ids], engine[ids], strict=True)]
         seen.extend(weight * tokens for weight in weights)
         if term == "surrogate":
-            losses, slopes = clipped(now.tolist(), plain[ids], [advantages[ids]] * len(now))
+            losses, slopes = clipped(now.tolist(), plain[ids], [advantages[ids]] * len(plain[ids]))
             return weighed(products(weights, slopes), now), sum(products(weights, losses))
-        terms, values = divergence_terms(dense.logps(row.row), teacher.masses(row.row), None, alpha=0.5)
         pairs = zip(now.tolist(), plain[ids], strict=True)
         shares = products(weights, [0.6 * min(policy.ratio(*pair), 2.0) for pair in pairs])
+        if term == "sampled":
+            gaps = [new - there for new, there in zip(now.tolist(), teacher.own(row.row), strict=True)]
+            halves = [gap**2 / 2 for gap in gaps]
+            return weighed(products(shares, gaps), now), sum(products(shares, halves))
+        terms, values = divergence_terms(dense.logps(row.row), teacher.masses(row.row), None, alpha=0.5)
         return weighed(shares, terms), sum(products(shares, values))
 
     for minibatch, rows in enumerate(batch.minibatches):
