@@ -301,9 +301,24 @@ def sequence_mean(rows: Sequence[TrainRow]) -> Callable[[TrainRow], float]:
 
 
 def divergence_terms(
-    logps: Tensor,
+    logps: Tensor, teacher: Sequence[Sequence[float]], ids: Sequence[Sequence[int]] | None, **settings: Any
+) -> tuple[Tensor, list[float]]:
+    """`cell_terms` from whole distributions, at the ids and the tail; `ids` None: every id is a cell."""
+    if ids is None:
+        return cell_terms(logps.exp(), teacher, **settings)
+    others = [distributions.cell_masses(masses, chosen) for masses, chosen in zip(teacher, ids, strict=True)]
+    return cell_terms(cells_at(logps, ids), others, **settings)
+
+
+def cells_at(logps: Tensor, ids: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Of each token, the masses of the ids and of all others, with gradient."""
+    kept = [token.exp()[list(chosen)] for token, chosen in zip(logps, ids, strict=True)]
+    return [torch.cat([token, 1 - token.sum(dim=0, keepdim=True)]) for token in kept]
+
+
+def cell_terms(
+    student: Sequence[Tensor] | Tensor,
     teacher: Sequence[Sequence[float]],
-    ids: Sequence[Sequence[int]] | None,
     *,
     alpha: float,
     truncation: str = "tail",
@@ -311,19 +326,13 @@ def divergence_terms(
 ) -> tuple[Tensor, list[float]]:
     """Of each token of a row: a number with the gradient of the divergence, and the divergence itself.
 
-    From whole distributions, by the closed form of the slopes in the cells' log-probabilities; `ids` None: every id is
-    a cell.
+    By the closed form of the slopes in the cells' log-probabilities.
     """
     terms, values = [], []
-    for token, masses in enumerate(teacher):
-        p = logps[token].exp()
-        chosen = list(range(VOCAB)) if ids is None else list(ids[token])
-        own = p if ids is None else torch.cat([p[chosen], 1 - p[chosen].sum(dim=0, keepdim=True)])
-        other = list(masses) if ids is None else distributions.cell_masses(masses, chosen)
-        student = own.tolist()
+    for p, q in zip(student, teacher, strict=True):
         settings: dict[str, Any] = {"alpha": alpha, "truncation": truncation, "entry_clip": entry_clip}
-        values.append(distributions.support_divergence(student, other, **settings))
-        terms.append(weighed(distributions.support_divergence_gradient(student, other, **settings), own.log()))
+        values.append(distributions.support_divergence(p.tolist(), q, **settings))
+        terms.append(weighed(distributions.support_divergence_gradient(p.tolist(), q, **settings), p.log()))
     return torch.stack(terms), values
 
 
