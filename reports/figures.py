@@ -26,7 +26,10 @@ _GREY = "#555555"
 _GUESS_DASH: _Dash = ":"
 _DEMONSTRATION_DASH: _Dash = (0, (7, 2, 1, 2, 1, 2))
 _PANELS_A_ROW = 3
-_LEGEND_COLUMNS = 4
+# Inches that an entry of the legend takes; a picture with many is made wide enough for four beside each other.
+_HANDLE_WIDTH = 2.3
+_LEGEND_WIDTH = 4 * _HANDLE_WIDTH
+_FEW_HANDLES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,14 +88,15 @@ def draw(page: Page, *, figure: FigurePlan) -> bytes:
     columns = min(len(page.datasets), _PANELS_A_ROW)
     rows = math.ceil(len(page.datasets) / columns)
     handles = _legend_handles(page, figure=figure)
-    height = 3.4 * rows + 0.25 * math.ceil(len(handles) / _LEGEND_COLUMNS)
-    canvas = Canvas(figsize=(max(5.2, 4.6 * columns), height), dpi=120, layout="constrained")
+    width = max(5.2, 4.6 * columns, _LEGEND_WIDTH if len(handles) > _FEW_HANDLES else 0.0)
+    ncols = min(len(handles), 4, int(width / _HANDLE_WIDTH))
+    height = 3.4 * rows + 0.25 * math.ceil(len(handles) / ncols)
+    canvas = Canvas(figsize=(width, height), dpi=120, layout="constrained")
     panels = list(canvas.subplots(rows, columns, squeeze=False).flat)
     for panel, dataset in zip(panels, page.datasets, strict=False):
         _draw_panel(panel, page=page, dataset=dataset, figure=figure)
     for unused in panels[len(page.datasets) :]:
         unused.set_axis_off()
-    ncols = min(len(handles), _LEGEND_COLUMNS)
     canvas.legend(handles=handles, loc="outside lower center", ncols=ncols, frameon=False, fontsize=9)
     file = io.BytesIO()
     canvas.savefig(file, format="png", metadata={"Software": None})

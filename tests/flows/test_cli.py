@@ -99,7 +99,7 @@ def test_prepare_prints_the_damaged_rows_of_a_source_and_goes_on(sdpo: Sdpo, hom
 
 
 def test_prepare_refuses_an_unknown_name(sdpo: Sdpo) -> None:
-    _refused(sdpo("prepare", "spelling"), "got data set 'spelling', expected one of spell_backward")
+    _refused(sdpo("prepare", "spelling"), "'spelling', expected one of spell_backward")
 
 
 def test_prepare_prints_one_row_a_data_set(sdpo: Sdpo) -> None:

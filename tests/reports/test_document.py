@@ -56,6 +56,15 @@ def test_page_of_many_kinds_of_arms(tmp_path: Path, cell_spec: CellSpec) -> None
     check_golden("results-variants.expected", synthetic(tmp_path, cell_spec, arms=VARIANTS, seeds=(42,)))
 
 
+def test_page_takes_no_teachers_base_for_the_students(tmp_path: Path, cell_spec: CellSpec) -> None:
+    page = synthetic(tmp_path, cell_spec, arms={name: VARIANTS[name] for name in ("grpo", "opd")}, seeds=(42,)).page()
+    teachers = replace(page, bases=tuple(base for base in page.bases if base.is_teacher))
+    assert teachers.base_of("spell_backward") is None
+    text = render(teachers)
+    assert "| spell_backward | missing | missing |" in text
+    assert "| spell_backward | strong (teacher) | 0.960 |" in text
+
+
 def test_page_before_anything_ran_holds_no_number_for_a_result(tmp_path: Path, cell_spec: CellSpec) -> None:
     """No cell, no base, no data: every table cell of a result reads `missing`, and no figure is linked."""
     made = synthetic(tmp_path, cell_spec, is_done=lambda _: False)
