@@ -45,6 +45,12 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "invalid_label": "The answer was read as {quote}, which is neither yes nor no.",
         "wrong_label": "The answer {label} is not right.",
     },
+    "exact": {
+        "no_answer": "No answer was given.",
+        "truncated": "The response was cut at the length limit before its final answer. Reason more briefly.",
+        "open_reasoning": "No answer was given: the reasoning did not end.",
+        "wrong_answer": "The answer {quote} is not right.",
+    },
     "tool_call": {
         "no_action": "No tool call was found. Write a line Action: with a tool's name, then Action Input:.",
         "truncated": "The response was cut at the length limit before its tool calls were complete.",

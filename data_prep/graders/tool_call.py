@@ -1,7 +1,7 @@
 """Tool calls: reads all Action / Action Input pairs of a response and compares them with the expected calls."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,14 @@ _NAME_MARKS = " \t\r*`\"'"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call that was read; top-level arguments that are empty strings or null count as not given."""
+    """One call that was read."""
 
     name: str
     arguments: Mapping[str, Any]
+
+
+# Name and arguments as they were read, to the call that is compared.
+_Given = Callable[[str, Mapping[str, Any]], Call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +37,19 @@ class _Fault:
     facts: Mapping[str, str]
 
 
-def grade_tool_call(problem: Problem, *, response: str, truncated: bool) -> Finding:
-    """Finding for a response; `format_ok`: at least one call, and the input of each could be read."""
-    expected, tools = _reference(problem)
+def grade_tool_call(problem: Problem, *, response: str, truncated: bool, is_strict: bool = False) -> Finding:
+    """Finding for a response; `format_ok`: at least one call, and the input of each could be read.
+
+    Top-level arguments that are empty strings or null count as not given, on both sides; `is_strict` compares them as
+    they are, as published numbers do.
+    """
+    given = _as_it_is if is_strict else _without_blanks
+    expected, tools = _reference(problem, given=given)
     revealed = f"{problem.label}."
     text = visible_text(response)
     if text is None:
         return Finding(reason="truncated" if truncated else "open_reasoning", gold=revealed, format_ok=False)
-    read = _read_calls(text)
+    read = _read_calls(text, given=given)
     answer = quote("; ".join(call.name for call in read if isinstance(call, Call))) or None
     broken = next((item for item in read if isinstance(item, _Fault)), None)
     if broken is not None or not read:
@@ -56,10 +65,10 @@ def grade_tool_call(problem: Problem, *, response: str, truncated: bool) -> Find
     return Finding(reason=difference.reason, gold=revealed, format_ok=True, answer=answer, facts=difference.facts)
 
 
-def _reference(problem: Problem) -> tuple[list[Call], list[str]]:
+def _reference(problem: Problem, *, given: _Given) -> tuple[list[Call], list[str]]:
     try:
         tools = list(problem.reference["tool_names"])
-        calls = [_given(call["name"], arguments=call["arguments"]) for call in problem.reference["calls"]]
+        calls = [given(call["name"], call["arguments"]) for call in problem.reference["calls"]]
         order = problem.reference["order"]
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -75,11 +84,15 @@ def _reference(problem: Problem) -> tuple[list[Call], list[str]]:
     return calls, tools
 
 
-def _given(name: str, *, arguments: Mapping[str, Any]) -> Call:
+def _without_blanks(name: str, arguments: Mapping[str, Any]) -> Call:
     return Call(name=name, arguments={key: value for key, value in arguments.items() if value not in ("", None)})
 
 
-def _read_calls(text: str) -> list[Call | _Fault]:
+def _as_it_is(name: str, arguments: Mapping[str, Any]) -> Call:
+    return Call(name=name, arguments=dict(arguments))
+
+
+def _read_calls(text: str, *, given: _Given) -> list[Call | _Fault]:
     markers = list(_MARKER.finditer(text))
     ends = [*(marker.start() for marker in markers), len(text)][1:]
     read: list[Call | _Fault] = []
@@ -91,12 +104,12 @@ def _read_calls(text: str) -> list[Call | _Fault]:
         if follower == len(markers) or not markers[follower]["input"]:
             read.append(_Fault(reason="no_input", facts={"tool": _quoted(name)}))
         else:
-            read.append(_read_call(name, given=text[markers[follower].end() : ends[follower]]))
+            read.append(_read_call(name, text=text[markers[follower].end() : ends[follower]], given=given))
     return read
 
 
-def _read_call(name: str, *, given: str) -> Call | _Fault:
-    value = read_object(given)
+def _read_call(name: str, *, text: str, given: _Given) -> Call | _Fault:
+    value = read_object(text)
     if isinstance(value, InputFault):
         facts = {
             "tool": _quoted(name),
@@ -106,7 +119,7 @@ def _read_call(name: str, *, given: str) -> Call | _Fault:
             "argument": _quoted(value.detail),
         }
         return _Fault(reason=value.reason, facts=facts)
-    return _given(name, arguments=value)
+    return given(name, value)
 
 
 def _difference(calls: Sequence[Call], *, expected: Sequence[Call], tools: Sequence[str]) -> _Fault | None:
