@@ -6,7 +6,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -14,6 +14,9 @@ from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 
+from data_prep.card import percent
+from data_prep.check import check as faults
+from data_prep.grade_file import MODES, grade_file, summary
 from data_prep.manifest import Manifest
 from data_prep.prepare import prepare_dataset
 from data_prep.table import DATASETS
@@ -26,6 +29,7 @@ from reports.export import cells_json
 from reports.rows import load_bases, load_cells
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Journal, Store
+from sdpo_core.specs import CellSpec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,14 +82,21 @@ def _speaks_plainly(command: Callable[P, R]) -> Callable[P, R]:
 @app.command()
 @_speaks_plainly
 def prepare(
-    datasets: Annotated[list[str] | None, typer.Argument(help="Names; all of the table if none.")] = None,
+    datasets: Annotated[list[str] | None, typer.Argument(help="Names or file:PATH; the table if none.")] = None,
+    check: Annotated[Path | None, typer.Option("--check", help="Say what is wrong with a file, line by line.")] = None,
+    grade: Annotated[Path | None, typer.Option("--grade", help="Grade the responses of a JSON Lines file.")] = None,
 ) -> None:
-    """Normalise sources to JSON Lines with manifest and quarantine, and print the counts."""
-    manifests = [prepare_dataset(name, home=home_folder()) for name in datasets or DATASETS]
-    _print_table(
-        ("data set", "read", "kept", "train", "dev", "test", "not kept, by reason", "flagged"),
-        [_manifest_row(manifest) for manifest in manifests],
-    )
+    """Normalise sources to JSON Lines with manifest, card and quarantine, and print the counts."""
+    if sum(map(bool, (datasets, check, grade))) > 1:
+        raise SpecError("prepare: got more than one of names, --check and --grade, expected one. Run them one by one.")
+    if check is not None:
+        _print_faults(check)
+    elif grade is not None:
+        _print_grades(grade)
+    else:
+        manifests = [prepare_dataset(name, home=home_folder()) for name in datasets or DATASETS]
+        header = ("data set", "read", "kept", "train", "dev", "test", "not kept, by reason", "flagged", "leaks found")
+        _print_table((*header, "guess baselines on test, %"), [_manifest_row(manifest) for manifest in manifests])
 
 
 @app.command()
@@ -186,7 +197,7 @@ def samples(
         early, late = rows[:count], rows[max(count, len(rows) - count) :]
         for title, part in (("early", early), ("late", late)):
             for sample in part:
-                _print_sample(title, sample)
+                _print_sample(title, sample, spec=spec)
 
 
 @app.command()
@@ -296,13 +307,17 @@ def _journals(cell: str) -> list[Journal]:
     return found
 
 
-def _print_sample(title: str, sample: dict[str, object]) -> None:
+def _print_sample(title: str, sample: dict[str, object], *, spec: CellSpec) -> None:
     typer.echo(f"\n--- {title}: step {sample['step']}, {sample['problem_id']}, rollout {sample['rollout']}")
     typer.echo(f"[prompt]\n{sample['prompt']}")
     typer.echo(f"[response]\n{sample['response']}")
     typer.echo(f"[verdict] score {sample['score']}, {sample['reason']}")
     typer.echo(f"[feedback] {sample['feedback'] or 'none'}")
-    if sample["teacher_prompt"] is None:
+    if spec.teacher is None:
+        typer.echo("[teacher] n/a: the arm has none")
+    elif "context" not in spec.traits:
+        typer.echo("[teacher] reads the prompt above")
+    elif sample["teacher_prompt"] is None:
         typer.echo("[teacher] n/a: no teacher context")
     else:
         shown = "" if sample["demonstrator"] is None else f" (demonstration by rollout {sample['demonstrator']})"
@@ -315,9 +330,33 @@ def _manifest_row(manifest: Manifest) -> tuple[str, ...]:
         str(manifest.rows_read),
         str(manifest.kept),
         *(str(manifest.splits.get(name, 0)) for name in ("train", "dev", "test")),
-        ", ".join(f"{code} {count}" for code, count in manifest.quarantined.items()) or "-",
-        ", ".join(f"{code} {count}" for code, count in manifest.flagged.items()) or "-",
+        *(_counts(counts) for counts in (manifest.quarantined, manifest.flagged, manifest.leaks)),
+        ", ".join(f"{rule} {percent(scores['test'])}" for rule, scores in manifest.baselines.items()) or "-",
     )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{code} {count}" for code, count in counts.items()) or "-"
+
+
+def _print_faults(path: Path) -> None:
+    count = 0
+    for fault in faults(path):
+        typer.echo(f"{fault.path}:{fault.line}: {fault.code}: {fault.note}")
+        count += 1
+    if count:
+        raise DataError(
+            f"{path}: got {count} rows that cannot be used, expected none. Correct them, or leave them out."
+        )
+    typer.echo(f"{path}: nothing is wrong")
+
+
+def _print_grades(path: Path) -> None:
+    """A JSON line a response; the means go to standard error, so that the lines can be read on."""
+    graded = list(grade_file(path, data=home_folder() / "data"))
+    for item in graded:
+        typer.echo(json.dumps(item.to_json(), ensure_ascii=False))
+    _print_table(("data set", "responses", *MODES, "most frequent reasons"), summary(graded), err=True)
 
 
 def _print_services(records: tuple[ServiceRecord, ...]) -> None:
@@ -325,10 +364,10 @@ def _print_services(records: tuple[ServiceRecord, ...]) -> None:
     _print_table(("service", "state", "page", "log"), rows)
 
 
-def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, err: bool = False) -> None:
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     for row in (header, tuple("-" * width for width in widths), *rows):
-        typer.echo("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip())
+        typer.echo("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip(), err=err)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from experiments.matrix import Selection
 from flows.cli import app
 from flows.matrix import Matrix, load_matrix
 from flows.processes import REPOSITORY
-from sdpo_core.journal import MetricRecord, write_json
+from sdpo_core.journal import MetricRecord, Store, write_json
+from sdpo_core.specs import CellSpec
 
 Sdpo = Callable[..., Result]
 IMPORTS = """
@@ -220,6 +221,22 @@ def test_samples_shows_early_against_late(sdpo: Sdpo, matrix: Matrix) -> None:
         assert [step for step in range(1, 7) if f"answer of step {step}" in shown] == [1, 2, 5, 6]
         assert "(demonstration by rollout 2)\nWith context." in shown
         assert "[teacher] n/a: no teacher context" in shown
+
+
+@pytest.mark.parametrize(
+    ("arm", "line"), [("grpo", "[teacher] n/a: the arm has none"), ("opd", "[teacher] reads the prompt above")]
+)
+def test_samples_says_what_a_teacher_without_context_reads(
+    sdpo: Sdpo, home: Path, cell_spec: CellSpec, arm: str, line: str
+) -> None:
+    algorithm = {"name": "grpo", "opd": {"teacher": {"schedule": "static"}}} if arm == "opd" else {"name": "grpo"}
+    spec = CellSpec.model_validate(cell_spec.model_dump(mode="json") | {"arm": arm, "algorithm": algorithm})
+    journal = Store(home).journal("0" * 20)
+    digests = {"data_digest": "d", "base_digest": "b", "base_fingerprint": "f"}
+    journal.write_spec(spec, fingerprint="0" * 20, **digests, teacher_digest=None, teacher_fingerprint=None)
+    sample = {"step": 1, "problem_id": "a", "rollout": 0, "prompt": "Spell.", "response": "b", "score": 0.5}
+    journal.append_sample({**sample, "reason": "wrong", "feedback": None, "teacher_prompt": None, "demonstrator": None})
+    assert line in sdpo("samples", spec.label).stdout.splitlines()
 
 
 @pytest.mark.usefixtures("matrix")
