@@ -1,6 +1,7 @@
 """What the codes of quarantined rows and the flags of kept ones mean, for cards and for people."""
 
 CODES: dict[str, str] = {
+    "no_rows": "a file of another format than JSON Lines, a JSON array, parquet",
     "bad_json": "not one JSON object in UTF-8",
     "shape_unknown": "the keys are those of no known shape of rows",
     "missing_field": "a key is absent, blank or of another type",

@@ -80,14 +80,23 @@ def _problems(row: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
         flags=tuple(plain_text(flag, where="flags") for flag in _list(row, "flags")),
         privileged=text_field(row, "privileged") if "privileged" in row else None,
     )
-    try:
-        grade(problem, "", False, level="none")
-    except (DataError, SpecError) as error:
-        raise RowRejectedError("bad_reference", str(error)) from None
+    _check_reference(problem)
     yield problem
 
 
 SHAPE = Shape(name="canonical", has_keys=_has_keys, problems=_problems)
+
+
+def _check_reference(problem: Problem) -> None:
+    """A grader says of any response, so also of an empty one, that the reference is none it can use."""
+    try:
+        grade(problem, "", False, level="none")
+    except (DataError, SpecError) as error:
+        raise RowRejectedError("bad_reference", str(error)) from None
+    # A grader of the user's own may raise anything.
+    except Exception as error:
+        note = f"{problem.task}: got {type(error).__name__}: {error}"
+        raise RowRejectedError("bad_reference", note) from error
 
 
 def _messages(value: object) -> Iterator[Message]:
