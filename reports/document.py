@@ -20,6 +20,7 @@ from reports.sections import (
     headline,
     how_to_read,
     learning_curves,
+    parts,
     provenance,
     question,
     training,
@@ -30,6 +31,7 @@ from sdpo_core.specs import ArmSpec, ExperimentSpec
 SECTIONS = (
     question.render,
     headline.render,
+    parts.render,
     how_to_read.render,
     arms.render,
     base_model.render,
@@ -82,8 +84,9 @@ def write_report(
 
 
 def render(page: Page) -> str:
-    """The whole page as Markdown."""
-    return "\n\n".join(section(page).strip() for section in SECTIONS) + "\n"
+    """The whole page as Markdown; a section with nothing to say is left out."""
+    sections = (section(page).strip() for section in SECTIONS)
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -44,6 +44,16 @@ class DatasetFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PartRow:
+    """Test accuracy on some of the problems, last step: those whose `kind` (task, domain, ...) is `value`."""
+
+    kind: str
+    value: str
+    problems: int
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CellRow:
     """One cell as the page sees it. `metrics` is empty unless the cell is done; times are in Unix seconds.
 
@@ -62,6 +72,7 @@ class CellRow:
     teacher: str | None
     spec: CellSpec
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    parts: tuple[PartRow, ...] = ()
     curves: tuple[MetricRecord, ...] = ()
     workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -191,6 +202,7 @@ def _load_cell(store: Store, planned: PlannedCell) -> CellRow:
             note=status.note,
             curves=journal.read_metrics(),
             metrics=result["metrics"],
+            parts=tuple(PartRow(**part) for part in result["parts"]["test"]),
             workers=result["workers"],
             environment=result["environment"],
             started=result["started"],
@@ -210,6 +222,7 @@ def _row(
     state: CellState,
     note: str,
     metrics: Mapping[str, float | None] | None = None,
+    parts: tuple[PartRow, ...] = (),
     curves: tuple[MetricRecord, ...] = (),
     workers: Mapping[str, Mapping[str, Any]] | None = None,
     environment: Mapping[str, Any] | None = None,
@@ -231,6 +244,7 @@ def _row(
         teacher=teacher_text(spec),
         spec=spec,
         metrics=metrics or {},
+        parts=parts,
         curves=curves,
         workers=workers or {},
         environment=environment or {},

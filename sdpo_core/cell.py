@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sdpo_core.algorithms.base import Student
@@ -217,6 +217,10 @@ class Cell:
                         "weights_sha256_end": fact.weights_sha256,
                     }
                     for name, fact in facts.items()
+                },
+                "parts": {
+                    "test": [asdict(part) for part in last.parts],
+                    "test_at_best_dev": [asdict(part) for part in best.parts],
                 },
                 "environment": {**self._environment, "memory": facts["student"].memory_kind},
             },

@@ -1,11 +1,12 @@
 """Evaluation: avg@k and pass@k of a scripted engine, its streams, its prompts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from sdpo_core.errors import DataError
-from sdpo_core.evaluate import Scores, evaluate
+from sdpo_core.evaluate import Part, Scores, evaluate
 from sdpo_core.records import Message, Problem, Rollout, Verdict
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.specs import EvaluationSpec
@@ -48,11 +49,15 @@ def grade(_problem: Problem, response: str, truncated: bool) -> Verdict:
 
 
 def run(
-    base: Base, *, seed: int = 3, prompts: Sequence[Sequence[Message]] | None = None
+    base: Base,
+    *,
+    seed: int = 3,
+    prompts: Sequence[Sequence[Message]] | None = None,
+    problems: Sequence[Problem] | None = None,
 ) -> tuple[Scores, ScriptedEngine]:
     engine = ScriptedEngine(base, [word for words in SCRIPT for word in words])
     scores = evaluate(
-        [make_problem(i, split="dev") for i in range(3)],
+        problems or [make_problem(i, split="dev") for i in range(3)],
         prompts=prompts,
         engine=engine,
         text=base.text,
@@ -72,6 +77,21 @@ def test_scores_are_means_over_problems_and_samples(base: Base) -> None:
     assert scores.format_rate == pytest.approx(6 / 12)
     assert scores.response_tokens == pytest.approx((11 * 2 + 4) / 12)
     assert engine.sampling == Sampling(temperature=0.6, max_response_tokens=9)
+
+
+def test_accuracy_of_the_parts_that_problems_differ_in(base: Base) -> None:
+    """4, 1 and 0 of 4 samples are right; one task and one data set divide nothing, a missing detail has no part."""
+    details = ({"task": "sum", "stem_disjoint": True}, {"task": "sum", "stem_disjoint": False}, {"stem_disjoint": True})
+    problems = [replace(make_problem(i, split="dev"), details=detail) for i, detail in enumerate(details)]
+    problems[1] = replace(problems[1], domain="physics")
+    scores, _ = run(base, problems=problems)
+    assert scores.parts == (
+        Part(kind="domain", value="micro", problems=2, accuracy=0.5),
+        Part(kind="domain", value="physics", problems=1, accuracy=0.25),
+        Part(kind="stem disjoint", value="false", problems=1, accuracy=0.25),
+        Part(kind="stem disjoint", value="true", problems=2, accuracy=0.5),
+    )
+    assert run(base)[0].parts == ()
 
 
 def test_scores_are_named_as_metrics() -> None:
