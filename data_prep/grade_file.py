@@ -45,7 +45,7 @@ def grade_file(path: Path, *, data: Path) -> Iterator[Graded]:
         DataError: a line that is no response, or an id that no prepared data set holds.
     """
     lines = list(_responses(path))
-    problems = _problems(data, ids={line["id"] for _, line in lines})
+    problems = find_problems(data, ids={line["id"] for _, line in lines})
     for number, line in lines:
         problem = problems.get(line["id"])
         if problem is None:
@@ -92,8 +92,8 @@ def _responses(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, line
 
 
-def _problems(data: Path, *, ids: set[str]) -> dict[str, Problem]:
-    """The wanted problems of all prepared data sets; files that cannot hold one are not parsed."""
+def find_problems(data: Path, *, ids: set[str]) -> dict[str, Problem]:
+    """The wanted problems of the data sets prepared below `data`; an id begins with the name of its data set."""
     found: dict[str, Problem] = {}
     names = {id_.split("/")[0] for id_ in ids}
     for folder in sorted(data.iterdir()) if data.is_dir() else ():

@@ -183,10 +183,21 @@ def report(
 @app.command()
 @_speaks_plainly
 def samples(
-    cell: Annotated[str, typer.Argument(help="<data set>/<arm>/<seed>, or the start of a fingerprint.")],
+    cell: Annotated[str | None, typer.Argument(help="<data set>/<arm>/<seed>, or the start of a fingerprint.")] = None,
     count: Annotated[int, typer.Option("--count", min=1, help="Rollouts shown early and late.")] = 3,
+    problem: Annotated[
+        str | None, typer.Option("--problem", help="A problem's id: the row as student, teacher and grader see it.")
+    ] = None,
 ) -> None:
-    """Show rollouts with teacher prompt, verdict and feedback, early against late."""
+    """Show rollouts with teacher prompt, verdict and feedback, early against late; or one problem."""
+    if (cell is None) == (problem is None):
+        raise SpecError("samples: got neither or both of a cell and --problem, expected one. Name one of them.")
+    if problem is not None:
+        from flows.problem_view import view
+
+        typer.echo(view(problem, data=home_folder() / "data"))
+        return
+    assert cell is not None
     for journal in _journals(cell):
         spec = journal.read_spec()
         rows = journal.read_samples()
