@@ -74,6 +74,14 @@ def test_recognise_refuses_unknown_and_mixed_keys(row):
     assert rejection.value.code == "shape_unknown"
 
 
+def test_rejections_can_be_written_whatever_they_quote():
+    with pytest.raises(RowRejectedError) as rejection:
+        recognise({"half \ud800": 1, "x" * 5000: 2})
+    assert rejection.value.note.startswith("got the keys (half \\ud800, xxx")
+    assert len(rejection.value.note.encode("utf-8")) < 200
+    assert len(RowRejectedError("code", "x" * 5000).note) == 1000
+
+
 def test_sciknoweval_reads_real_rows_unchanged():
     for raw in PHYSICS[:3]:
         problem = _problem(sciknoweval.SHAPE, raw)
@@ -117,6 +125,9 @@ def test_group_key_joins_permuted_options_and_parts_generic_pairs():
         ({"prompt": None}, "missing_field"),
         ({"system": ""}, "missing_field"),
         ({"idx": "12"}, "missing_field"),
+        ({"idx": True}, "missing_field"),
+        ({"idx": -1}, "missing_field"),
+        ({"idx": 10**5000}, "missing_field"),
         ({"kind": "open"}, "type_not_supported"),
         ({"answer": "E"}, "gold_not_a_label"),
         ({"prompt": "no options at all"}, "options_not_found"),
