@@ -129,9 +129,10 @@ class HfScorer:
 
     def projection(self) -> Projection:
         head = self._head()
+        # A copy: in one process it would change under its holder with the next commit, at the version it had.
         return Projection(
-            weight=head.weight.detach().cpu(),
-            bias=None if head.bias is None else head.bias.detach().cpu(),
+            weight=head.weight.detach().to("cpu", copy=True),
+            bias=None if head.bias is None else head.bias.detach().to("cpu", copy=True),
             logit_scale=head.logit_scale,
             soft_cap=head.soft_cap,
             vocab=head.vocab,
