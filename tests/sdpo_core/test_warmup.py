@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sdpo_core.backends.base import TokenRow
-from sdpo_core.backends.hf import response_logits
 from sdpo_core.errors import DataError
 from sdpo_core.records import WarmupExample
 from sdpo_core.specs import BaseSpec, CellSpec
@@ -61,7 +60,7 @@ def test_loss_falls_and_the_model_is_what_was_trained(cell_spec: CellSpec, tmp_p
         prompt_ids=text.prompt_ids(example_messages(example)), response_ids=text.response_ids(example.response)
     )
     with torch.no_grad():
-        logps = response_logits(model, [row]).log_softmax(dim=1)
+        logps = model.logits(model.response_states([row])).log_softmax(dim=1)
     own = logps[range(len(logps)), list(row.response_ids)]
     assert float(-own.mean()) < 0.6 * outcome.losses[0]
     assert row.response_ids[-1] == text.end_id  # it learned to stop as well

@@ -1,23 +1,38 @@
-"""Policy and scorer: scores, micro-batch invariance, optimizer steps, saving, refusals."""
+"""Policy: scores, micro-batch invariance, optimizer steps, saving, refusals."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from sdpo_core.backends.base import TokenBatch, TokenLosses, TokenRow, TrainRow
-from sdpo_core.backends.hf import HfPolicy, HfScorer
+from sdpo_core.algorithm_specs import DivergenceSpec
+from sdpo_core.algorithms.objective import (
+    ClippedSurrogate,
+    DivergenceTerm,
+    PolicyTerm,
+    SampledKlTerm,
+    SequenceSurrogate,
+    TermSum,
+    ValueTerm,
+)
+from sdpo_core.backends.base import TokenBatch, TokenLosses, TokenRow, TrainRow, WholeVocabulary
+from sdpo_core.backends.hf import HfPolicy
 from sdpo_core.backends.hf_model import weights_sha256
+from sdpo_core.backends.hf_scorer import HfScorer, Part
 from sdpo_core.errors import CellError, DataError
-from sdpo_core.objectives.support import top_ids
 from sdpo_core.specs import OptimizerSpec
+from tests.oracles import distributions
 from tests.sdpo_core.backends.test_hf_model import plain_logits
 from tests.sdpo_core.micro import MAX_POSITIONS, Base, load_model, ragged_rows
 
 TEMPERATURE = 0.7
+# Sums over other micro-batches, in float32; over seven updates of one row each: share of the largest entry.
+ROUNDING, ROUNDING_OF_SEVEN = 2e-6, 7e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,23 +40,51 @@ class WeighedSurprise:
     """-advantage x logp; `poison` replaces the loss of token 0."""
 
     poison: float | None = None
+    needs_whole_sequences: bool = False
+    whole_vocabulary: WholeVocabulary | None = None
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         assert batch.advantage is not None
-        loss = -batch.advantage * batch.logp
+        loss = -batch.advantage * batch.logp * batch.weight
         if self.poison is not None:
             loss = torch.cat([loss[:1] * self.poison, loss[1:]])
         return TokenLosses(loss=loss, sums={"tokens": float(len(loss)), "surprise": -float(batch.logp.detach().sum())})
 
 
+class Watching:
+    """An objective that keeps every batch it is shown."""
+
+    def __init__(self, objective: TermSum) -> None:
+        self._objective = objective
+        self.seen: list[TokenBatch] = []
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        return self._objective.needs_whole_sequences
+
+    @property
+    def whole_vocabulary(self) -> WholeVocabulary | None:
+        return self._objective.whole_vocabulary
+
+    def token_losses(self, batch: TokenBatch) -> TokenLosses:
+        self.seen.append(batch)
+        return self._objective.token_losses(batch)
+
+
 def make_policy(
-    base: Base, *, max_tokens: int = 10_000, dtype: torch.dtype = torch.float32, optimizer: OptimizerSpec | None = None
+    base: Base,
+    *,
+    max_tokens: int = 10_000,
+    dtype: torch.dtype = torch.float32,
+    optimizer: OptimizerSpec | None = None,
+    has_value_head: bool = False,
 ) -> HfPolicy:
     return HfPolicy(
         load_model(base.folder, dtype=dtype),
         optimizer=optimizer or OptimizerSpec(learning_rate=1e-2),
         temperature=TEMPERATURE,
         max_tokens=max_tokens,
+        has_value_head=has_value_head,
     )
 
 
@@ -59,42 +102,52 @@ def train_rows(rows: list[TokenRow] | None = None) -> list[TrainRow]:
 
 def gradient(policy: HfPolicy) -> dict[str, Tensor]:
     """What the last update left behind, before clipping would have scaled it: the tests' norms are not clipped."""
-    return {name: p.grad.clone() for name, p in policy.model.model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in policy._parameters.items() if p.grad is not None}
 
 
-def test_scores_are_those_of_plain_forwards(base: Base) -> None:
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_scores_are_those_of_plain_forwards(base: Base, top_k: int) -> None:
     """Contract 1: row t holds log p of response token t at temperature T, and its K best ids, whatever the split."""
     rows = ragged_rows()
-    whole = make_policy(base).score(rows, top_k=4)
-    split = make_policy(base, max_tokens=30).score(rows, top_k=4)
+    whole = make_policy(base).score(rows, top_k=top_k)
+    split = make_policy(base, max_tokens=30).score(rows, top_k=top_k)
     model = load_model(base.folder, dtype=torch.float64)
     for row, found, other in zip(rows, whole, split, strict=True):
         with torch.no_grad():
-            logits = plain_logits(model, row)
-        expected = (logits / TEMPERATURE).log_softmax(dim=1)[range(len(logits)), list(row.response_ids)]
-        np.testing.assert_allclose(found.logps, expected.numpy(), rtol=0, atol=1e-5)
+            logps = (plain_logits(model, row) / TEMPERATURE).log_softmax(dim=1)
+        own = logps[range(len(logps)), list(row.response_ids)]
+        np.testing.assert_allclose(found.logps, own.numpy(), rtol=0, atol=1e-5)
         np.testing.assert_allclose(other.logps, found.logps, rtol=0, atol=1e-5)
-        np.testing.assert_array_equal(found.support_ids, top_ids(logits, k=4).numpy())
+        assert found.values is None
+        if not top_k:
+            assert found.support_ids is found.table is None
+            continue
+        assert found.support_ids is not None
+        assert found.table is not None
+        ids = [distributions.ranked_ids(token.tolist(), k=top_k) for token in logps]
+        assert found.support_ids.tolist() == ids
         np.testing.assert_array_equal(other.support_ids, found.support_ids)
+        cells = [distributions.cell_masses(token.exp().tolist(), best) for token, best in zip(logps, ids, strict=True)]
+        np.testing.assert_allclose(found.table, np.log(cells), rtol=0, atol=1e-5)
 
 
-def test_score_without_support_has_no_ids(base: Base) -> None:
-    (score,) = make_policy(base).score(ragged_rows()[:1], top_k=0)
-    assert score.support_ids.shape == (3, 0)
-
-
-def test_scorer_tables_are_the_masses_of_plain_forwards(base: Base) -> None:
-    """Tables come back in the order of the rows, the tail last, at the sampling temperature."""
-    rows = ragged_rows()
-    ids = [np.array([[t, t + 50, 258] for t in range(len(row.response_ids))]) for row in rows]
-    scorer = HfScorer(load_model(base.folder), temperature=TEMPERATURE, max_tokens=40)
+def test_values_are_those_of_the_head_on_the_policys_states(base: Base) -> None:
+    policy, rows = make_policy(base, has_value_head=True, max_tokens=40), ragged_rows()
+    assert all(score.values is not None and not score.values.any() for score in policy.score(rows, top_k=0))
+    head = policy._value_head
+    assert head is not None
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-1, 1, 32)[None])
+        head.bias.fill_(0.5)
     model = load_model(base.folder, dtype=torch.float64)
-    for row, row_ids, table in zip(rows, ids, scorer.tables(rows, ids), strict=True):
+    for row, score in zip(rows, policy.score(rows, top_k=0), strict=True):
+        assert score.values is not None
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
         with torch.no_grad():
-            masses = (plain_logits(model, row) / TEMPERATURE).softmax(dim=1)
-        kept = masses.gather(1, torch.tensor(row_ids))
-        expected = torch.cat([kept, 1 - kept.sum(dim=1, keepdim=True)], dim=1).log()
-        np.testing.assert_allclose(table, expected.numpy(), rtol=0, atol=1e-5)
+            states = model.model.model(input_ids=ids).last_hidden_state[0]
+        first = len(row.prompt_ids) - 1
+        expected = states[first : first + len(row.response_ids)] @ head.weight[0].double() + 0.5
+        np.testing.assert_allclose(score.values, expected.detach().numpy(), rtol=0, atol=1e-5)
 
 
 def test_update_is_one_adamw_step_on_the_weighed_loss(base: Base) -> None:
@@ -135,40 +188,143 @@ def load_weights(base: Base) -> dict[str, Tensor]:
     return load_model(base.folder).weights()
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_splitting_into_microbatches_changes_nothing(base: Base, dtype: torch.dtype) -> None:
-    """Loss and gradient of one micro-batch, of rows one by one, and of the rows in another order."""
+def test_splitting_into_microbatches_changes_nothing(base: Base, dtype: torch.dtype, whole: bool) -> None:
+    """Contract 19: loss and gradient of one micro-batch, of rows one by one, and of the rows in another order."""
     optimizer = OptimizerSpec(learning_rate=1e-2, max_grad_norm=1e6)
-    rows = train_rows()
-    whole, single, turned = (make_policy(base, max_tokens=n, dtype=dtype, optimizer=optimizer) for n in (9999, 1, 60))
-    one = whole.update(rows, WeighedSurprise(), learning_rate=1e-3)
-    many = single.update(rows, WeighedSurprise(), learning_rate=1e-3)
-    back = turned.update(rows[::-1], WeighedSurprise(), learning_rate=1e-3)
+    rows, objective = train_rows(), WeighedSurprise(needs_whole_sequences=whole)
+    once, single, turned = (make_policy(base, max_tokens=n, dtype=dtype, optimizer=optimizer) for n in (9999, 1, 60))
+    one = once.update(rows, objective, learning_rate=1e-3)
+    many = single.update(rows, objective, learning_rate=1e-3)
+    back = turned.update(rows[::-1], objective, learning_rate=1e-3)
     for other, policy in ((many, single), (back, turned)):
         assert other.loss == pytest.approx(one.loss, rel=1e-6)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
         assert dict(other.sums) == pytest.approx(dict(one.sums), rel=1e-6)
-        for name, value in gradient(whole).items():
-            size = float(value.abs().max())
-            torch.testing.assert_close(gradient(policy)[name], value, rtol=0, atol=2e-6 * size, msg=name)
+        assert_alike(gradient(policy), gradient(once))
 
 
-def test_saved_policy_continues_bit_for_bit(base: Base, tmp_path: Path) -> None:
-    """Weights and both moments come back: the third step equals that of a policy that never stopped."""
-    policy, rows = make_policy(base), train_rows()
+def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, share: float = ROUNDING) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        atol = share * float(value.abs().max())
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=name)
+
+
+def full_rows(base: Base) -> tuple[list[TrainRow], HfScorer]:
+    """Rows with every field, of which a third has no teacher's states, and the teacher they are of."""
+    rng = np.random.default_rng(7)
+    scorer = HfScorer([Part(model=load_model(base.folder), share=1.0)], temperature=TEMPERATURE, max_tokens=9999)
+    rows = []
+    for index, row in enumerate(train_rows()):
+        size = len(row.row.response_ids)
+        columns: dict[str, Any] = {
+            name: rng.normal(-1, 0.1, size).astype(np.float32)
+            for name in ("old_logps", "sampling_logps", "anchor_logps", "old_values", "returns")
+        }
+        if index % 3:
+            columns["teacher_states"] = rng.normal(0, 1, (size, 32)).astype(np.float32)
+            columns["teacher_own_logps"] = rng.normal(-1, 0.1, size).astype(np.float32)
+        rows.append(replace(row, distill_weight=0.02 * (index % 3), task_advantage=1.0, **columns))
+    return rows, scorer
+
+
+WHOLE = DivergenceTerm(
+    spec=DivergenceSpec(support="full", top_k=None, alpha=0.25, token_clip=0.5), importance_clip=2.0, rollout_cap=2.0
+)
+CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
+OBJECTIVES = {
+    "tokens": TermSum(
+        terms=(
+            PolicyTerm(surrogate=ClippedSurrogate(**CLIPS), rollout_cap=2.0),
+            SampledKlTerm(coefficient=0.1, is_anchor=True),
+            SampledKlTerm(coefficient=0.1, is_anchor=False),
+            WHOLE,
+        )
+    ),
+    "sequences": TermSum(terms=(PolicyTerm(surrogate=SequenceSurrogate(**CLIPS), rollout_cap=2.0), WHOLE)),
+    "values": TermSum(terms=(ValueTerm(coefficient=0.5, clip=0.2), WHOLE)),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_rows_of_unlike_fields_are_split_by_kind(base: Base, name: str) -> None:
+    """Contract 19: rows with and without a teacher give the sum of what each would give alone, in any order."""
+    optimizer = OptimizerSpec(learning_rate=1e-2, max_grad_norm=1e6)
+    rows, scorer = full_rows(base)
+
+    def update(chosen: Sequence[TrainRow], *, max_tokens: int = 9999) -> tuple[float, dict[str, Tensor]]:
+        policy = make_policy(base, optimizer=optimizer, max_tokens=max_tokens, has_value_head=name == "values")
+        policy.hold_projection(scorer.projection())
+        stats = policy.update(chosen, OBJECTIVES[name], learning_rate=1e-3)
+        assert stats.sums["trained_tokens"] == sum(len(row.row.response_ids) for row in chosen)
+        return stats.loss, gradient(policy)
+
+    loss, slopes = update(rows)
+    parts = [update([row]) for row in rows]
+    assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-5)
+    total = {key: torch.stack([part[key] for _, part in parts]).sum(dim=0) for key in slopes}
+    assert_alike(total, slopes, share=ROUNDING_OF_SEVEN)
+    other, turned = update(rows[::-1], max_tokens=50)
+    assert other == pytest.approx(loss, rel=1e-5)
+    assert_alike(turned, slopes, share=ROUNDING_OF_SEVEN)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_constants_of_a_batch_carry_no_graph(base: Base, name: str) -> None:
+    """Contract 11: of what an objective sees only the student's own numbers of now have a gradient."""
+    rows, scorer = full_rows(base)
+    policy = make_policy(base, has_value_head=name == "values")
+    policy.hold_projection(scorer.projection())
+    watching = Watching(OBJECTIVES[name])
+    policy.update(rows, watching, learning_rate=1e-3)
+    assert len(watching.seen) == 2
+    for batch in watching.seen:
+        trained = {
+            field.name
+            for field in fields(batch)
+            if isinstance(value := getattr(batch, field.name), Tensor) and value.requires_grad
+        }
+        expected = {"logp"} | ({"divergence"} if batch.divergence is not None else set())
+        assert trained == expected | ({"value"} if name == "values" else set())
+
+
+def test_states_without_a_projection_are_refused(base: Base) -> None:
+    """Contract 33: hidden states of a teacher say nothing without its head."""
+    rows, scorer = full_rows(base)
+    policy = make_policy(base)
+    with pytest.raises(DataError, match="got a teacher's states without its projection"):
+        policy.update(rows, OBJECTIVES["tokens"], learning_rate=1e-3)
+    policy.hold_projection(scorer.projection())
+    with pytest.raises(DataError, match="or without a divergence"):
+        policy.update(rows, WeighedSurprise(), learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("has_value_head", [False, True])
+def test_saved_policy_continues_bit_for_bit(base: Base, tmp_path: Path, has_value_head: bool) -> None:
+    """Weights, value head and moments come back: the third step equals that of a policy that never stopped."""
+    policy = make_policy(base, has_value_head=has_value_head)
+    rows, _ = full_rows(base)
+    rows = [replace(row, teacher_states=None, distill_weight=0.0) for row in rows]
+    term = ValueTerm(coefficient=0.5, clip=None) if has_value_head else SampledKlTerm(coefficient=1.0, is_anchor=True)
+    objective = TermSum(terms=(PolicyTerm(surrogate=ClippedSurrogate(**CLIPS), rollout_cap=None), term))
     for _ in range(2):
-        policy.update(rows, WeighedSurprise(), learning_rate=1e-2)
+        policy.update(rows, objective, learning_rate=1e-2)
     policy.save(tmp_path)
-    resumed = make_policy(base)
-    resumed.update(rows[:1], WeighedSurprise(), learning_rate=1.0)  # whatever it held before is replaced
+    resumed = make_policy(base, has_value_head=has_value_head)
+    resumed.update(rows[:1], objective, learning_rate=1.0)  # whatever it held before is replaced
     resumed.load(tmp_path)
     assert resumed.facts().weights_sha256 == policy.facts().weights_sha256
-    stats = [one.update(rows, WeighedSurprise(), learning_rate=1e-2) for one in (policy, resumed)]
+    stats = [one.update(rows, objective, learning_rate=1e-2) for one in (policy, resumed)]
     assert stats[0] == stats[1]
     assert resumed.facts().weights_sha256 == policy.facts().weights_sha256
-    forgetful = make_policy(base)
+    found, expected = ([s.values for s in one.score(ragged_rows(), top_k=0)] for one in (resumed, policy))
+    assert (found[0] is not None) == has_value_head
+    np.testing.assert_equal(found, expected)
+    forgetful = make_policy(base, has_value_head=has_value_head)
     forgetful.load_weights(tmp_path)
-    forgetful.update(rows, WeighedSurprise(), learning_rate=1e-2)
+    forgetful.update(rows, objective, learning_rate=1e-2)
     assert forgetful.facts().weights_sha256 != policy.facts().weights_sha256
 
 
@@ -183,13 +339,14 @@ def test_policy_is_saved_before_its_first_step(base: Base, tmp_path: Path) -> No
     assert policy.facts().weights_sha256 == once
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_non_finite_gradient_stops_before_the_step(base: Base, poison: float) -> None:
+def test_non_finite_gradient_stops_before_the_step(base: Base, poison: float, whole: bool) -> None:
     policy = make_policy(base)
     policy.update(train_rows(), WeighedSurprise(), learning_rate=1e-2)
     before = policy.facts().weights_sha256
     with pytest.raises(CellError, match="got gradient norm nan"):
-        policy.update(train_rows(), WeighedSurprise(poison=poison), learning_rate=1e-2)
+        policy.update(train_rows(), WeighedSurprise(poison=poison, needs_whole_sequences=whole), learning_rate=1e-2)
     assert policy.facts().weights_sha256 == before
     stats = policy.update(train_rows(), WeighedSurprise(), learning_rate=1e-2)
     assert np.isfinite(stats.grad_norm)
@@ -210,13 +367,6 @@ def test_too_long_row_is_refused(base: Base) -> None:
         policy.score([row], top_k=0)
     with pytest.raises(DataError, match="expected at most 256"):
         policy.update(train_rows([row]), WeighedSurprise(), learning_rate=1e-2)
-
-
-def test_rows_with_unlike_fields_are_refused(base: Base) -> None:
-    rows = train_rows()
-    rows[2] = replace(rows[2], advantages=None)
-    with pytest.raises(DataError, match="a field on 6 of 7 rows"):
-        make_policy(base).update(rows, WeighedSurprise(), learning_rate=1e-2)
 
 
 def test_train_row_with_a_field_of_another_length_is_refused() -> None:

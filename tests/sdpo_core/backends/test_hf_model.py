@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sdpo_core.backends.base import TokenRow
-from sdpo_core.backends.hf import response_logits
 from sdpo_core.backends.hf_model import HfModel, microbatches, weights_sha256
 from sdpo_core.errors import DataError
 from tests.sdpo_core.micro import MAX_POSITIONS, Base, load_model, ragged_rows
@@ -27,6 +26,11 @@ def plain_logits(model: HfModel, row: TokenRow, *, vocab: int = 259) -> Tensor:
     logits: Tensor = model.model(input_ids=ids).logits[0, :, :vocab]
     first = len(row.prompt_ids) - 1
     return logits[first : first + len(row.response_ids)]
+
+
+def response_logits(model: HfModel, rows: list[TokenRow]) -> Tensor:
+    """Logits of the valid ids that predict the response tokens of `rows`, prompts run once."""
+    return model.logits(model.response_states(rows))
 
 
 def gradients(model: HfModel, value: Tensor) -> dict[str, Tensor]:
@@ -147,6 +151,35 @@ def test_too_long_sequence_is_refused(double: HfModel) -> None:
 def test_tokenizer_larger_than_the_head_is_refused(base: Base) -> None:
     with pytest.raises(DataError, match="263 ids and a head of 262 rows"):
         HfModel(base.folder, dtype=torch.float32, device=torch.device("cpu"), valid_vocab=263)
+
+
+def test_logits_are_those_of_the_projection_head(base: Base) -> None:
+    """Bias, scale and cap of a model's configuration are in its logits as they are in its head."""
+    model = load_model(base.folder, dtype=torch.float64)
+    states = torch.randn(4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    plain = model.head[:259].detach()
+    bias = torch.linspace(-1, 1, 262, dtype=torch.float64)
+    model.model.get_output_embeddings().bias = torch.nn.Parameter(bias)
+    model.model.config.logit_scale = 0.5
+    model.model.config.final_logit_softcapping = 3.0
+    raw = 0.5 * (states @ plain.T + bias[:259])
+    torch.testing.assert_close(model.logits(states), 3.0 * torch.tanh(raw / 3.0), rtol=0, atol=1e-12)
+    head = model.projection_head(temperature=0.7)
+    assert (head.temperature, head.vocab, head.logit_scale, head.soft_cap) == (0.7, 259, 0.5, 3.0)
+    assert head.bias is not None
+    assert torch.equal(head.bias.detach(), bias)
+    assert len(head.weight) == 262
+
+
+def test_weights_version_counts_changes(base: Base, tmp_path: Path) -> None:
+    """Also those of a file: whoever holds something of the model must notice."""
+    model = load_model(base.folder)
+    model.save_weights(tmp_path)
+    versions = [model.weights_version]
+    model.blend(model.weights(), rate=0.5)
+    versions.append(model.weights_version)
+    model.load_weights(tmp_path)
+    assert [*versions, model.weights_version] == [0, 1, 2]
 
 
 def test_blend_is_the_ema_formula(base: Base) -> None:
