@@ -22,7 +22,7 @@ from data_prep.baselines import Guesses
 from data_prep.card import CARD_NAME, render_card
 from data_prep.collect import collect
 from data_prep.entry import DatasetEntry
-from data_prep.manifest import MANIFEST_NAME, Manifest, data_digest, read_manifest
+from data_prep.manifest import MANIFEST_NAME, Manifest, data_digest, read_manifest, require_train
 from data_prep.mixture import collect_parts
 from data_prep.rules import apply_rules, thin
 from data_prep.sources import Source, open_sources, supplied_path
@@ -48,7 +48,7 @@ def prepare_dataset(name: str, *, home: Path) -> Manifest:
     """Prepare a data set under `home`; the same input gives the same bytes, which are left alone.
 
     Raises:
-        SpecError: no such data set.
+        SpecError: no such data set, or a mixture with a part that has no training rows.
         DataError: a source is damaged, or nothing of it survives.
     """
     return _prepare(dataset_entry(name), home=home)
@@ -77,7 +77,7 @@ def build(entry: DatasetEntry, *, home: Path, folder: Path) -> Built:
 
 def _prepare(entry: DatasetEntry, *, home: Path) -> Manifest:
     for part in entry.parts:
-        _prepare(part.entry, home=home)
+        require_train(_prepare(part.entry, home=home))
     with _replaced(home / "data" / entry.name) as folder:
         built = build(entry, home=home, folder=folder)
         if built.barren:

@@ -64,7 +64,7 @@ def _problems(row: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
     task = text_field(row, "task")
     prompt = tuple(_messages(row["prompt"]))
     gold = _GOLDS.get(task, _given)(row, prompt[-1].content)
-    idx = text_field(row, "id") if "id" in row else origin.line - 1
+    idx = text_field(row, "id") if "id" in row else _place(origin)
     problem = Problem(
         id=f"{origin.dataset}/{idx}",
         prompt=prompt,
@@ -85,6 +85,12 @@ def _problems(row: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
 
 
 SHAPE = Shape(name="canonical", has_keys=_has_keys, problems=_problems)
+
+
+def _place(origin: Origin) -> str:
+    """The row's place: its line, behind its file where the data set is a folder of them."""
+    file = origin.path.removeprefix(origin.dataset).strip("/")
+    return f"{file}/{origin.line - 1}" if file else str(origin.line - 1)
 
 
 def _check_reference(problem: Problem) -> None:

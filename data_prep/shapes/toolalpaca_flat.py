@@ -5,6 +5,7 @@ input as JSON text) and, where there is one, `golden_response` (a list of text: 
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from data_prep.shapes.base import Origin, RowRejectedError, Shape, plain_text, shown, text_field
@@ -28,7 +29,8 @@ def _problems(row: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
     )
     yield asked.problem(
         (Message(role="user", content=prompt),),
-        idx=origin.line - 1,
+        # Large files come in several, each of which counts its rows afresh.
+        idx=f"{PurePosixPath(origin.path).stem}/{origin.line - 1}",
         origin=origin,
         shape=SHAPE.name,
         privileged=_privileged(row.get("golden_response")),

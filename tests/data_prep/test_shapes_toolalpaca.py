@@ -177,7 +177,7 @@ def test_five_steps_are_kept():
 def test_flat_row_keeps_its_response_for_a_teacher():
     problem = _first({**FLAT, "golden_response": ["Thought: easy.", "", "Action: x"]})
     assert problem.privileged == "Thought: easy.\nAction: x"
-    assert problem.id == "d/s/3"
+    assert problem.id == "d/s/apis/3"
     assert _first({key: value for key, value in FLAT.items() if key != "golden_response"}).privileged is None
 
 
