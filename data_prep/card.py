@@ -161,7 +161,7 @@ def _shortcuts(manifest: Manifest) -> Iterator[str]:
         if floor is None or rows < _SHORTCUT_ROWS:
             continue
         for rule, scores in facts["baselines"].items():
-            if scores["test"] >= floor + _SHORTCUT_GAIN:
+            if scores["test"] is not None and scores["test"] >= floor + _SHORTCUT_GAIN:
                 yield (
                     f"- {_cell(name)}: `{rule}` is right on {percent(scores['test'])} % of {rows} test rows, "
                     f"where chance is {percent(floor)} %."
