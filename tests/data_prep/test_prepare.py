@@ -2,6 +2,10 @@
 
 import json
 import lzma
+import subprocess
+import sys
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -9,9 +13,13 @@ import pytest
 from data_prep.manifest import read_manifest, require_train
 from data_prep.prepare import prepare_dataset
 from data_prep.sources import BUNDLED, SourceFile, bundled_bytes, open_sources
-from data_prep.table import DATASETS
+from data_prep.table import DATASETS, dataset_entry
 from data_prep.warmups.table import warmup
 from sdpo_core.errors import DataError, SpecError
+from sdpo_core.fingerprint import file_digest
+from tests.data_prep.source_rows import RAW, sample
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # name: rows in the source's train and test, rows kept in train, dev and test, quarantined by code.
 COUNTS: dict[str, tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]] = {
@@ -168,6 +176,76 @@ def test_prepare_after_a_killed_run_starts_clean(tmp_path):
     assert not aside.exists()
 
 
+def test_prepare_gives_the_same_bytes_in_another_process_and_place(prepared, tmp_path):
+    """Hashes of text differ between processes; nothing that is written may."""
+    names = ["spell_backward", "sciknoweval-mixed", "sciknoweval-physics-permuted", "sciknoweval-chemistry-raw"]
+    script = "import sys; from pathlib import Path; from data_prep.prepare import prepare_dataset\n"
+    script += "for name in sys.argv[2:]: prepare_dataset(name, home=Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), *names], check=True, cwd=ROOT)
+    for name in names:
+        for path in (tmp_path / "data" / name).iterdir():
+            assert path.read_bytes() == (prepared[name].folder / path.name).read_bytes()
+
+
+def _raw_rows(path: Path, count: int) -> str:
+    """A file of `count` raw rows, made from a real one."""
+    row = json.loads(bundled_bytes(f"{RAW}/Chemistry/retrosynthesis.jsonl").split(b"\n")[0])
+    with path.open("w") as file:
+        for number in range(count):
+            file.write(json.dumps({**row, "question": f"{row['question']} {number}"}) + "\n")
+    return f"file:{path}"
+
+
+def test_prepare_that_is_killed_leaves_the_old_files_or_none(tmp_path):
+    """SIGKILL at any moment: what is there is whole, and the next run makes the rest."""
+    name = _raw_rows(tmp_path / "rows.jsonl", 3_000)
+    folder = tmp_path / "data" / dataset_entry(name).name
+    script = "import sys; from pathlib import Path; from data_prep.prepare import prepare_dataset\n"
+    script += "prepare_dataset(sys.argv[2], home=Path(sys.argv[1]))"
+    seen = set()
+    for _ in range(6):
+        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name], cwd=ROOT)
+        aside = folder.with_name(f".{folder.name}.new")
+        while not list(aside.glob("*")) and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(0.1 * len(seen))
+        process.kill()
+        process.wait()
+        seen |= {path.name for path in aside.glob("*")} if aside.is_dir() else {"done"}
+        assert not folder.exists() or read_manifest(folder).kept == 3_000
+        if folder.exists():
+            break
+    assert "spool" in seen
+    manifest = prepare_dataset(name, home=tmp_path)
+    assert manifest.kept == 3_000
+    assert {path.name for path in (tmp_path / "data").iterdir()} == {folder.name, f".{folder.name}.lock"}
+    digests = {split: file_digest(folder / f"{split}.jsonl") for split in manifest.files}
+    assert digests == manifest.files
+
+
+def test_prepare_that_fails_leaves_nothing_beside_the_old_files(tmp_path):
+    prepare_dataset("toolalpaca", home=tmp_path)
+    before = (tmp_path / "data" / "toolalpaca" / "test.jsonl").read_bytes()
+    _supply(tmp_path, '[{"idx": 1}')
+    with pytest.raises(DataError, match="damaged JSON array"):
+        prepare_dataset("toolalpaca", home=tmp_path)
+    assert {path.name for path in (tmp_path / "data").iterdir()} == {"toolalpaca", ".toolalpaca.lock"}
+    assert (tmp_path / "data" / "toolalpaca" / "test.jsonl").read_bytes() == before
+
+
+def test_prepare_keeps_at_most_200_bytes_of_a_row(tmp_path):
+    """Memory of Python and numpy at its peak, by rows; the first run also pays for what is loaded once."""
+    peaks = {}
+    for count in (100, 500, 3_500):
+        name = _raw_rows(tmp_path / f"rows-{count}.jsonl", count)
+        dataset_entry(name)
+        tracemalloc.start()
+        prepare_dataset(name, home=tmp_path)
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert 58 * 3_000 < peaks[3_500] - peaks[500] <= 200 * 3_000
+
+
 def test_prepare_names_the_data_sets_it_knows(tmp_path):
     with pytest.raises(SpecError, match="spell_backward, sciknoweval-biology"):
         prepare_dataset("sciknoweval", home=tmp_path)
@@ -192,6 +270,19 @@ def _supply(home: Path, text: str) -> None:
     path = home / "sources" / "toolalpaca" / "train.json"
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="utf-8")
+
+
+def test_prepare_reads_supplied_apis_and_flat_rows_by_their_keys(tmp_path):
+    """A folder of files with any names: raw APIs with steps, and rows in the hub's columns."""
+    folder = tmp_path / "sources" / "toolalpaca"
+    folder.mkdir(parents=True)
+    apis = [{**api, "Name": f"New {api['Name']}"} for api in sample("toolalpaca_instances.json")]
+    (folder / "whatever").write_text(json.dumps(apis))
+    (folder / "LICENSE").write_text("Apache")
+    manifest = prepare_dataset("toolalpaca", home=tmp_path)
+    assert manifest.shapes["toolalpaca-api"]["kept"] == manifest.splits["train"] + manifest.splits["dev"] > 0
+    assert manifest.quarantined["instance_error"] > 0
+    assert manifest.source["ignored"] == ["sources/toolalpaca/LICENSE"]
 
 
 @pytest.mark.parametrize("is_array", [False, True])
