@@ -96,7 +96,7 @@ class Shape:
 def parse_json_line(line: bytes) -> Mapping[str, Any]:
     """One JSON object in UTF-8; anything else is `bad_json`."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = strict_json(line.decode("utf-8"))
         # An escape such as \ud800 decodes to half a character, which no UTF-8 file of ours could hold.
         if b"\\ud" in line.lower():
             json.dumps(row, ensure_ascii=False).encode("utf-8")
@@ -104,7 +104,15 @@ def parse_json_line(line: bytes) -> Mapping[str, Any]:
         raise RowRejectedError("bad_json", str(error)) from None
     if not isinstance(row, dict):
         raise RowRejectedError("bad_json", f"got {type(row).__name__}, expected one object")
+    # Levels are counted only where there may be too many.
+    if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _depth(row) > _MAX_DEPTH:
+        raise RowRejectedError("bad_json", f"got nesting beyond {_MAX_DEPTH}")
     return row
+
+
+def strict_json(text: str) -> Any:
+    """The JSON value of a text; ValueError also where Python's own reader takes NaN, or one of two equal keys."""
+    return _DECODER.decode(text)
 
 
 def text_field(row: Mapping[str, Any], key: str) -> str:
@@ -133,10 +141,20 @@ def index_field(row: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def require_json(value: object, *, where: str) -> None:
+    """Refuse, as `missing_field`, a value that could not be written as JSON and read again."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowRejectedError("missing_field", f"{where}: {error}") from None
+    if _depth(value) > _MAX_DEPTH:
+        raise RowRejectedError("missing_field", f"{where}: got nesting beyond {_MAX_DEPTH}")
+
+
 def json_object(text: str, *, where: str) -> dict[str, Any]:
     """The JSON object that `text` is, every value as written; else `gold_input_not_object`."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique_keys)
+        value = strict_json(text)
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise RowRejectedError("gold_input_not_object", f"{where}: {error}") from None
@@ -193,6 +211,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         raise ValueError("an object names a key twice")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _depth(value: object) -> int:

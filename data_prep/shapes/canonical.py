@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from data_prep.graders.table import grade
-from data_prep.shapes.base import Origin, RowRejectedError, Shape, group_key, plain_text, shown, text_field
+from data_prep.shapes.base import (
+    Origin,
+    RowRejectedError,
+    Shape,
+    group_key,
+    plain_text,
+    require_json,
+    shown,
+    strict_json,
+    text_field,
+)
 from data_prep.shapes.questions import MultipleChoice, option_text, truth
 from data_prep.shapes.sciknoweval import split_options
 from data_prep.shapes.tool_calls import read_call
@@ -181,9 +191,10 @@ def _tool_call(row: Mapping[str, Any], question: str) -> _Gold:
 
 def _calls_in(label: str) -> list[Any]:
     try:
-        calls = json.loads(label)
+        calls = strict_json(label)
     except (ValueError, RecursionError) as error:
         raise RowRejectedError("gold_not_json", f"label: {error}") from None
+    require_json(calls, where="label")
     return calls if isinstance(calls, list) else [calls]
 
 
@@ -217,6 +228,7 @@ def _object(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = row.get(key, {})
     if not isinstance(value, Mapping):
         raise RowRejectedError("missing_field", f"{key}: got {shown(value)}, expected an object")
+    require_json(value, where=key)
     return value
 
 

@@ -4,12 +4,11 @@ Keys used: `idx`, `kind` ("tooluse"), `prompt`, `answer` (JSON text: a list of {
 JSON text), `system` (null or text).
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data_prep.shapes.base import Origin, RowRejectedError, Shape, index_field, text_field
+from data_prep.shapes.base import Origin, RowRejectedError, Shape, index_field, strict_json, text_field
 from data_prep.shapes.tool_calls import ToolRequest, documented_tools, listed_calls, read_calls
 from sdpo_core.records import Message, Problem
 
@@ -50,6 +49,6 @@ def _read_prompt(prompt: str) -> tuple[str, list[str], str]:
 
 def _entries(answer: str) -> object:
     try:
-        return json.loads(answer)
+        return strict_json(answer)
     except (ValueError, RecursionError) as error:
         raise RowRejectedError("gold_not_json", f"answer: {error}") from None

@@ -17,8 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_prep.codes import CODES, FLAGS
 from data_prep.graders.table import grade
 from data_prep.shapes.base import RowRejectedError, parse_json_line
+from data_prep.shapes.questions import truth
 from sdpo_core.records import Problem
 from tests.data_prep.source_rows import (
     REAL,
@@ -29,48 +31,13 @@ from tests.data_prep.source_rows import (
     origin,
     outcomes,
     raw_files,
+    read,
     reference,
     sample,
 )
 
 _LOGGER = logging.getLogger(__name__)
 EXAMPLES = int(os.environ.get("SDPO_FUZZ_EXAMPLES", "200"))
-CODES = {
-    "answers_mismatch",
-    "bad_json",
-    "choices_mismatch",
-    "empty_option",
-    "gold_has_placeholder",
-    "gold_input_not_object",
-    "gold_not_a_label",
-    "gold_not_json",
-    "gold_tool_unknown",
-    "gold_under_two_labels",
-    "instance_error",
-    "instance_no_steps",
-    "instance_only_asks",
-    "instance_over_5_steps",
-    "labels_not_read",
-    "level_not_l3",
-    "missing_field",
-    "no_gold",
-    "not_a_word",
-    "options_not_found",
-    "other_domain",
-    "palindrome",
-    "prompt_not_read",
-    "shape_unknown",
-    "type_not_supported",
-}
-FLAGS = {
-    "data_block_missing",
-    "empty_string_in_gold",
-    "equal_options",
-    "gold_value_not_in_request",
-    "gold_value_redacted",
-    "several_calls",
-    "two_options_under_four_option_prompt",
-}
 
 
 def _nested(depth: int) -> list[Any]:
@@ -286,6 +253,33 @@ def _word(row: Mapping[str, Any], problem: Problem) -> None:
     assert problem.label == problem.privileged == row["word"][::-1]
 
 
+def _canonical(row: Mapping[str, Any], problem: Problem) -> None:
+    fields = {**row.get("metadata", {}), **row}
+    prompt = row["prompt"]
+    assert [turn.content for turn in problem.prompt] == (
+        [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
+    )
+    reference, label = fields.get("reference", {}), row.get("label")
+    assert problem.privileged == row.get("privileged")
+    if problem.task == "mcq":
+        assert problem.label == problem.reference["answer_key"]
+        assert {label, reference.get("answer_key")} - {None} == {problem.label}
+        for choice in problem.reference["choices"]:
+            assert choice["text"] in problem.prompt[-1].content
+        texts = [(choice["label"], choice["text"].strip()) for choice in reference.get("choices", ())]
+        assert texts in ([], [(choice["label"], choice["text"]) for choice in problem.reference["choices"]])
+    elif problem.task == "true_false":
+        assert problem.reference == {"answer": problem.label}
+        assert {problem.label} == {truth(text) for text in (reference.get("answer"), label) if text is not None}
+    elif problem.task == "tool_call":
+        calls = reference["calls"] if "calls" in reference else json.loads(str(label))
+        given = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+        assert problem.reference["calls"] == json.loads(problem.label) == given
+    else:
+        assert label in (None, problem.label)
+        assert problem.reference == (reference or {"answer": label})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     """Real rows of a shape, and what a problem that is kept owes to its row."""
@@ -302,6 +296,17 @@ def _short_apis() -> Iterator[dict[str, Any]]:
     yield from sample("toolalpaca_legacy.json")
 
 
+def _own_rows() -> Iterator[dict[str, Any]]:
+    """Lines that were prepared, and what a user writes."""
+    files = [(path, None) for path in raw_files()] + [(SIMULATED, "tooluse"), (REAL, "tooluse")]
+    for path, domain in files:
+        kept = [item for item in read(path, domain=domain) if isinstance(item, Problem)]
+        yield from (item.to_json() for item in kept[:2])
+    yield {"prompt": "Which?\n\nA: red\nB: blue", "task": "mcq", "label": "B", "split": "train", "id": "one"}
+    yield {"prompt": "Is water wet?", "task": "true_false", "label": "Yes", "privileged": "Yes, it is."}
+    yield {"prompt": [{"role": "user", "content": "2 + 2?"}], "task": "exact", "reference": {"answer": "4"}}
+
+
 KINDS = {
     "sciknoweval-raw": Kind(
         rows=tuple(row for path in raw_files() for row in bundled(path)[:2]) + sample("sciknoweval_v1.jsonl"),
@@ -315,6 +320,7 @@ KINDS = {
     "tooluse-reference": Kind(rows=bundled(TOOL_USE), check=_tool_use),
     "toolalpaca-api": Kind(rows=tuple(_short_apis()), check=_api),
     "toolalpaca-flat": Kind(rows=flat_rows(), check=_flat),
+    "canonical": Kind(rows=tuple(_own_rows()), check=_canonical),
     "word": Kind(rows=tuple({"word": word} for word in ("aal", "dragon", "level")), check=_word),
 }
 
@@ -329,7 +335,8 @@ def _check(row: Mapping[str, Any]) -> Iterator[str]:
             continue
         line = json.dumps(item.to_json(), ensure_ascii=False, allow_nan=False).encode("utf-8")
         assert Problem.from_json(json.loads(line), where="row") == item
-        assert set(item.flags) <= FLAGS
+        # In our own form, a row may have flags that we do not know.
+        assert set(item.flags) <= FLAGS.keys() or item.source["shape"] == "canonical"
         # A gold that a grader refuses must not have been kept.
         assert not grade(item, "", False, level="none").is_correct
         KINDS[item.source["shape"]].check(row, item)

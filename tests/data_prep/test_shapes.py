@@ -220,7 +220,20 @@ def test_words_reject_broken_rows(word, code):
     assert rejection.value.code == code
 
 
-@pytest.mark.parametrize("line", [b"{", b"[1]", b"\xff{}", b'{"prompt": "\\ud800"}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b"[1]",
+        b"\xff{}",
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}",
+        b'{"a": NaN}',
+        b'{"a": 1e999}',
+        b'{"answer": "A", "answer": "B"}',
+    ],
+)
 def test_parse_json_line_rejects_what_is_no_object(line):
     with pytest.raises(RowRejectedError) as rejection:
         parse_json_line(line)
