@@ -2,10 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,11 +14,13 @@ from sdpo_core.cell import CellData, Workers, require_splits
 from sdpo_core.checkpoint import checkpoint_folder
 from sdpo_core.errors import CellError, DataError
 from sdpo_core.journal import Journal, MetricRecord
-from sdpo_core.metrics import Trait, promised
+from sdpo_core.metrics import Moment, Trait, promised
 from sdpo_core.records import Grade, Message, Problem, Split, Verdict
 from sdpo_core.specs import CellSpec
+from tests.sdpo_core.algorithms.teachers import WireTeacher
 from tests.sdpo_core.micro import (
     ARMS,
+    TRAITS,
     Base,
     grade_first_letter,
     make_cell,
@@ -26,12 +29,6 @@ from tests.sdpo_core.micro import (
     make_spec,
     plain_workers,
 )
-
-TRAITS: Mapping[str, tuple[Trait, ...]] = {"grpo": (), "sdpo-static": ("distill",), "sdpo-ema": ("distill", "ema")}
-
-
-class Killed(BaseException):
-    """The process goes away: nothing of ours may catch it."""
 
 
 def run(spec: CellSpec, folder: Path, *, base: Base, grade: Grade = grade_first_letter) -> tuple[Journal, Workers]:
@@ -67,15 +64,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory, base: Base) -> Callable[[Cel
     return undisturbed
 
 
+def floats(journal: Journal) -> list[float]:
+    return [value for record in journal.read_metrics() for value in record.metrics.values() if value is not None]
+
+
 @pytest.mark.parametrize("arm", ARMS)
 def test_journal_holds_what_the_arm_promises(
     cell_spec: CellSpec, whole: Callable[[CellSpec], Journal], arm: str
 ) -> None:
-    """Dev at step 0, every second step and the last; test once at the end; nothing else, and every value finite."""
-    journal = whole(make_spec(cell_spec, arm=arm))
+    """The self-distance first, dev at step 0, every second step and the last; test once at the end; nothing else."""
+    spec = make_spec(cell_spec, arm=arm)
+    journal = whole(spec)
     records = journal.read_metrics()
     moments = [(record.step, record.moment) for record in records]
+    start = [(0, "start")] if "divergence" in TRAITS[arm] else []
     assert moments == [
+        *start,
         (0, "evaluate"),
         (1, "step"),
         (2, "step"),
@@ -87,9 +91,24 @@ def test_journal_holds_what_the_arm_promises(
     ]
     for record in records:
         assert set(record.metrics) == promised(record.moment, TRAITS[arm])
+    assert all(math.isfinite(value) for value in floats(journal))
     samples = journal.read_samples()
     assert [sample["step"] for sample in samples] == [step for step in (1, 2, 3, 4) for _ in range(3)]
-    assert any(sample["teacher_prompt"] for sample in samples) == (arm != "grpo")
+    assert any(sample["teacher_prompt"] for sample in samples) == ("context" in TRAITS[arm])
+
+
+@pytest.mark.parametrize("arm", [arm for arm, traits in TRAITS.items() if "divergence" in traits])
+def test_self_distance_is_measured_before_the_first_step(
+    cell_spec: CellSpec, whole: Callable[[CellSpec], Journal], arm: str
+) -> None:
+    """Contract 7: equal weights on equal prompts; a later divergence is above this floor."""
+    records = whole(make_spec(cell_spec, arm=arm)).read_metrics()
+    floor = records[0].metrics["distill/self_distance"]
+    assert floor is not None
+    assert abs(floor) <= 1e-9
+    later = [record.metrics["distill/divergence"] for record in records if record.moment == "step"]
+    assert later[-1] is not None
+    assert later[-1] > 1e-6
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -101,24 +120,38 @@ def test_result_sums_up_the_journal(cell_spec: CellSpec, whole: Callable[[CellSp
     assert content["steps"] == 4
     assert content["started"] < content["ended"]
     assert content["environment"] == {"threads": 1, "memory": "resident"}
-    expected = {name for moment in ("step", "evaluate", "end") for name in promised(moment, TRAITS[arm])}
+    expected = {name for moment in get_args(Moment) for name in promised(moment, TRAITS[arm])}
     assert set(content["metrics"]) == expected
     steps = [record.metrics for record in records if record.moment == "step"]
     rewards = [metrics["train/reward"] or 0.0 for metrics in steps]
     assert content["metrics"]["train/reward"] == pytest.approx(sum(rewards) / 4)
     assert content["metrics"]["train/optimizer_steps"] == 4
     assert content["metrics"]["test/accuracy"] == records[-1].metrics["test/accuracy"]
-    student = content["workers"]["student"]
+    assert_weights_moved(content, traits=TRAITS[arm])
+
+
+def assert_weights_moved(content: Mapping[str, Any], *, traits: Collection[Trait]) -> None:
+    """The student's always, a teacher's where it follows, an anchor's never."""
+    facts = content["workers"]
+    assert set(facts) == {"student", *({"teacher", "anchor"} & set(traits))}
+    student = facts["student"]
     assert student["weights_sha256_start"] != student["weights_sha256_end"]
-    if arm == "grpo":
-        assert set(content["workers"]) == {"student"}
-        return
-    teacher = content["workers"]["teacher"]
-    assert teacher["weights_sha256_start"] == student["weights_sha256_start"]
-    assert (teacher["weights_sha256_end"] == teacher["weights_sha256_start"]) == (arm == "sdpo-static")
-    assert teacher["weights_sha256_end"] != student["weights_sha256_end"]
-    if arm == "sdpo-ema":
-        assert content["metrics"]["cost/ema_updates"] == 4
+    for name in facts.keys() - {"student"}:
+        assert facts[name]["weights_sha256_start"] == student["weights_sha256_start"]
+        moved = facts[name]["weights_sha256_end"] != facts[name]["weights_sha256_start"]
+        assert moved == (name == "teacher" and "follows" in traits)
+    if "follows" in traits:
+        assert content["metrics"]["cost/ema_updates"] == content["metrics"]["train/optimizer_steps"]
+
+
+@pytest.mark.parametrize("arm", ["sdpo-ema", "sdpo-live", "sdpo-trust-region"])
+def test_teacher_that_follows_ends_where_its_schedule_says(
+    cell_spec: CellSpec, whole: Callable[[CellSpec], Journal], arm: str
+) -> None:
+    """An EMA lags behind the student; a live teacher, and the second part of a trust region, are the student."""
+    facts = result(whole(make_spec(cell_spec, arm=arm)))["workers"]
+    is_student = facts["teacher"]["weights_sha256_end"] == facts["student"]["weights_sha256_end"]
+    assert is_student == (arm != "sdpo-ema")
 
 
 def test_steps_walk_through_the_data(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
@@ -138,115 +171,29 @@ def test_steps_walk_through_the_data(cell_spec: CellSpec, base: Base, tmp_path: 
 
 def test_arms_start_from_one_evaluation(cell_spec: CellSpec, whole: Callable[[CellSpec], Journal]) -> None:
     """Same seed, same base: before the first update nothing tells the arms apart."""
-    starts = [numbers(whole(make_spec(cell_spec, arm=arm)))[0] for arm in ARMS]
-    rewards = [whole(make_spec(cell_spec, arm=arm)).read_metrics()[1].metrics["train/reward"] for arm in ARMS]
-    assert starts[0] == starts[1] == starts[2]
-    assert len(set(rewards)) == 1
+    journals = [whole(make_spec(cell_spec, arm=arm)) for arm in ARMS]
+    starts = [next(row for row in numbers(journal) if row[1] == "evaluate") for journal in journals]
+    assert all(start == starts[0] for start in starts)
+    steps = [next(row for row in numbers(journal) if row[1] == "step") for journal in journals]
+    assert len({step[2]["train/reward"] for step in steps}) == 1
 
 
-def interrupted_grade(calls: int) -> Grade:
-    """Grade `calls` responses, then be killed."""
-    left = itertools.count(calls, -1)
+def test_evaluations_ask_no_teacher(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
+    """Contract 36: dev and test are scored by the task alone, whatever the arm has beside it."""
+    spec = make_spec(cell_spec, algorithm={"no_context": "drop"}, training={"steps": 1})
+    workers = plain_workers(spec, folder=base.folder)
+    teacher = WireTeacher(workers.teacher)
+    asked: list[tuple[str, int]] = []
 
     def grade(problem: Problem, response: str, truncated: bool) -> Verdict:
-        if next(left) == 0:
-            raise Killed
+        asked.append((problem.split, len(teacher.asked)))
         return grade_first_letter(problem, response, truncated)
 
-    return grade
-
-
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("calls", [2, 9, 22, 30, 38])
-def test_resumed_cell_equals_the_undisturbed_one(
-    cell_spec: CellSpec, whole: Callable[[CellSpec], Journal], base: Base, tmp_path: Path, arm: str, calls: int
-) -> None:
-    """Killed while grading: in the first evaluation, steps 1, 3 and 4, and the test."""
-    spec = make_spec(cell_spec, arm=arm)
-    with pytest.raises(Killed):
-        run(spec, tmp_path, base=base, grade=interrupted_grade(calls))
-    journal, _ = run(spec, tmp_path, base=base)
-    assert_same(journal, whole(spec))
-
-
-@pytest.mark.parametrize("arm", ["grpo", "sdpo-ema"])
-def test_sparse_checkpoints_lose_steps_but_change_nothing(
-    cell_spec: CellSpec, base: Base, tmp_path: Path, arm: str
-) -> None:
-    """A checkpoint every second step: killed in step 4, the journal of step 3 is cut and step 3 is trained again."""
-    spec = make_spec(cell_spec, arm=arm, training={"checkpoint_every": 2})
-    undisturbed, _ = run(spec, tmp_path / "whole", base=base)
-    with pytest.raises(Killed):
-        run(spec, tmp_path / "cut", base=base, grade=interrupted_grade(4 + 12 + 4 + 6 + 3))
-    journal = Journal(tmp_path / "cut")
-    assert [record.step for record in journal.read_metrics()] == [0, 1, 2, 2, 3]
-    assert journal.committed_step() == 2
-    assert_same(run(spec, tmp_path / "cut", base=base)[0], undisturbed)
-
-
-class KilledAtCommit(Journal):
-    """A journal whose process dies when it is asked for its sizes, after the step's records were written."""
-
-    def __init__(self, folder: Path, *, at: int) -> None:
-        super().__init__(folder)
-        self._left = at
-
-    def sizes(self) -> dict[str, int]:
-        self._left -= 1
-        if self._left < 0:
-            raise Killed
-        return super().sizes()
-
-
-@pytest.mark.parametrize("commits", [0, 1, 2, 4])
-def test_killed_between_journal_and_checkpoint(
-    cell_spec: CellSpec, whole: Callable[[CellSpec], Journal], base: Base, tmp_path: Path, commits: int
-) -> None:
-    """The records of the lost step are in the files and no checkpoint knows of them: they are cut, half lines too."""
-    spec = make_spec(cell_spec)
-    journal, workers = KilledAtCommit(tmp_path, at=commits), plain_workers(spec, folder=base.folder)
-    with pytest.raises(Killed):
-        make_cell(spec, journal=journal, workers=workers, text=base.text).run()
-    assert Journal(tmp_path).read_metrics()[-1].step == commits
-    with journal.metrics_path.open("a") as file:
-        file.write('{"step": 99, "mom')
-    assert_same(run(spec, tmp_path, base=base)[0], whole(spec))
-
-
-def test_killed_before_the_result_is_written(
-    cell_spec: CellSpec, whole: Callable[[CellSpec], Journal], base: Base, tmp_path: Path
-) -> None:
-    """The last checkpoint is there, the result is not: only the test is run again."""
-    spec = make_spec(cell_spec)
-    run(spec, tmp_path, base=base)
-    Journal(tmp_path).result_path.unlink()
-    assert_same(run(spec, tmp_path, base=base)[0], whole(spec))
-
-
-def assert_same(journal: Journal, undisturbed: Journal) -> None:
-    assert numbers(journal) == numbers(undisturbed)
-    assert journal.read_samples() == undisturbed.read_samples()
-    found, expected = result(journal), result(undisturbed)
-    assert found["workers"] == expected["workers"]
-    for content in (found, expected):
-        content["metrics"] = {k: v for k, v in content["metrics"].items() if not k.startswith("cost/")}
-    assert found["metrics"] == expected["metrics"]
-
-
-def test_damaged_checkpoint_stops_the_cell_and_keeps_everything(
-    cell_spec: CellSpec, base: Base, tmp_path: Path
-) -> None:
-    spec = make_spec(cell_spec, arm="grpo")
-    with pytest.raises(Killed):
-        run(spec, tmp_path, base=base, grade=interrupted_grade(22))
-    weights = checkpoint_folder(Journal(tmp_path), 2) / "student" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(bytes(content))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CellError, match=f"checkpoint {weights}: got a damaged file"):
-        run(spec, tmp_path, base=base)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    listening = replace(workers, teacher=teacher)
+    make_cell(spec, journal=Journal(tmp_path), workers=listening, text=base.text, grade=grade).run()
+    # The self-distance comes before the first evaluation, the questions of the one step before the second.
+    assert list(dict.fromkeys(asked)) == [("dev", 1), ("train", 1), ("dev", 2), ("test", 2)]
+    assert len(teacher.asked) == 2
 
 
 def scripted_evaluations(*right: set[str]) -> Grade:
@@ -337,7 +284,7 @@ def test_non_finite_metric_stops_the_cell(cell_spec: CellSpec, base: Base, tmp_p
     spec = make_spec(cell_spec, arm="sdpo-static")
     with pytest.raises(CellError, match=r"step 1: got non-finite \['train/reward'\]"):
         run(spec, tmp_path, base=base, grade=grade)
-    assert [record.moment for record in Journal(tmp_path).read_metrics()] == ["evaluate"]
+    assert [record.moment for record in Journal(tmp_path).read_metrics()] == ["start", "evaluate"]
     assert not Journal(tmp_path).result_path.exists()
 
 

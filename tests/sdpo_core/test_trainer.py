@@ -9,15 +9,16 @@ from sdpo_core.algorithms.table import algorithm
 from sdpo_core.backends.base import Objective, TrainRow, UpdateStats
 from sdpo_core.cell import Workers
 from sdpo_core.errors import CellError, DataError
-from sdpo_core.metrics import Trait, promised
+from sdpo_core.metrics import promised
 from sdpo_core.records import Grade, Problem, Rollout, Verdict
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.specs import CellSpec
 from sdpo_core.trainer import StepOutcome, Trainer
 from sdpo_core.workers import StudentWorker
-from tests.sdpo_core.micro import ARMS, Base, grade_first_letter, make_problem, make_spec, plain_workers
+from tests.sdpo_core.micro import ARMS, TRAITS, Base, grade_first_letter, make_problem, make_spec, plain_workers
 
-TRAITS: dict[str, tuple[Trait, ...]] = {"grpo": (), "sdpo-static": ("distill",), "sdpo-ema": ("distill", "ema")}
+# Arms that build their batches in different ways.
+KINDS = ("grpo", "sdpo-ema", "opsd", "ppo", "opd", "blend")
 
 
 def make_trainer(
@@ -35,6 +36,7 @@ def make_trainer(
         problems=[make_problem(i) for i in range(5)] if problems is None else problems,
         student=workers.student,
         teacher=workers.teacher,
+        anchor=workers.anchor,
         text=base.text,
         algorithm=algorithm(spec),
         grade=grade,
@@ -69,12 +71,12 @@ def run_steps(spec: CellSpec, count: int, *, base: Base, grade: Grade) -> list[S
 def test_arms_of_a_seed_see_the_same_problems(cell_spec: CellSpec, base: Base) -> None:
     """Two epochs of five problems, two a step: every epoch a permutation of its own, the same for each arm."""
     orders = {}
-    for arm in ARMS:
+    for arm in KINDS:
         grader = Grader()
         run_steps(make_spec(cell_spec, arm=arm), 5, base=base, grade=grader)
         orders[arm] = grader.seen
     first = orders["grpo"]
-    assert orders["sdpo-static"] == orders["sdpo-ema"] == first
+    assert all(order == first for order in orders.values())
     assert sorted(first[:5]) == sorted(first[5:]) == [f"train-{i}" for i in range(5)]
     assert first[:5] != first[5:]
     other = Grader()
@@ -115,9 +117,11 @@ def test_step_emits_the_promised_metrics(cell_spec: CellSpec, base: Base, arm: s
     spec = make_spec(cell_spec, arm=arm)
     (outcome,) = run_steps(spec, 1, base=base, grade=grade_first_letter)
     assert set(outcome.metrics) == promised("step", TRAITS[arm])
-    assert None not in outcome.metrics.values()
-    assert ("cost/ema_updates" in outcome.metrics) == (arm == "sdpo-ema")
-    assert ("distill/divergence" in outcome.metrics) == (arm != "grpo")
+    empty = {name for name, value in outcome.metrics.items() if value is None}
+    # On the plain prompt equal weights have no divergence whose share the tail could be, and a support of the teacher's
+    # own ids has nothing in common with it to measure.
+    plain = {"distill/tail_share"} if arm in ("opd-student", "opd-teacher", "opd-union") else set()
+    assert empty == plain | ({"distill/topk_overlap"} if arm == "opd-teacher" else set())
 
 
 def test_metrics_of_a_step_are_those_of_its_rollouts(cell_spec: CellSpec, base: Base) -> None:

@@ -2,8 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -11,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sdpo_core.actors.ray_workers import RemoteTeacher, ray_workers
-from sdpo_core.backends.base import TokenRow
-from sdpo_core.backends.hf_model import WEIGHTS_FILE
+from sdpo_core.actors.ray_workers import RemoteStudent, RemoteTeacher, ray_workers
+from sdpo_core.backends.base import Projection, TokenRow, WeightsAt
+from sdpo_core.backends.hf_model import WEIGHTS_FILE, weights_sha256
 from sdpo_core.cell import Workers
 from sdpo_core.checkpoint import checkpoint_folder
 from sdpo_core.errors import CellError, DataError, SpecError
@@ -22,6 +24,17 @@ from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights
 from tests.sdpo_core.micro import ARMS, MAX_POSITIONS, Base, load_model, make_cell, make_spec, plain_workers
 from tests.sdpo_core.test_cell import numbers, result
+
+# An anchor and a teacher: one that follows, so that its projection reaches the student's process after every commit.
+EVERYTHING: Mapping[str, Any] = {
+    "anchor": {"coefficient": 0.1},
+    "opd": {**ARMS["opd-full"]["opd"], "teacher": {"schedule": "trust_region", "rate": 0.25}},
+}
+CELLS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "student alone": ("ppo", {}),
+    "teacher": ("sdpo-ema", {}),
+    "teacher and anchor": ("grpo", EVERYTHING),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,15 +46,18 @@ def _ray() -> Iterator[None]:
 
 
 class RecordingTeacher(RemoteTeacher):
-    """Keeps the student's weights at every commit."""
+    """Keeps the student's weights at every commit, and lets no projection pass through this process."""
 
     def __init__(self, teacher: RemoteTeacher) -> None:
-        super().__init__(teacher._actor, follows=teacher._follows)
+        super().__init__(teacher.actor, follows=teacher._follows)
         self.seen: list[dict[str, Tensor]] = []
 
     def follow(self, student: HasWeights) -> bool:
         self.seen.append(student.weights())
         return super().follow(student)
+
+    def projection(self) -> Projection:
+        raise AssertionError("a projection came to the driver")
 
 
 def run(spec: CellSpec, folder: Path, *, base: Base, workers: Workers) -> Journal:
@@ -50,45 +66,98 @@ def run(spec: CellSpec, folder: Path, *, base: Base, workers: Workers) -> Journa
     return journal
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("case", CELLS)
 def test_cell_on_actors_equals_the_cell_in_one_process(
-    cell_spec: CellSpec, base: Base, tmp_path: Path, arm: str
+    cell_spec: CellSpec, base: Base, tmp_path: Path, case: str
 ) -> None:
-    """Two steps on a student's and a teacher's process, and the same in this one: every number but time is equal."""
-    spec = make_spec(cell_spec, arm=arm, training={"steps": 2})
-    with ray_workers(spec, folder=base.folder, gpus=0) as (student, remote):
-        teacher = None if remote is None else RecordingTeacher(remote)
-        journal = run(spec, tmp_path / "ray", base=base, workers=Workers(student=student, teacher=teacher))
+    """Two steps on a process for each worker, and the same in this one: every number but time is equal."""
+    arm, algorithm = CELLS[case]
+    spec = make_spec(cell_spec, arm=arm, algorithm=algorithm, training={"steps": 2})
+    teacher = None
+    with ray_workers(spec, folder=base.folder, gpus=0) as remote:
+        if remote.teacher is not None:
+            assert isinstance(remote.teacher, RemoteTeacher)
+            teacher = RecordingTeacher(remote.teacher)
+        workers = replace(remote, teacher=teacher)
+        journal = run(spec, tmp_path / "ray", base=base, workers=workers)
     plain = run(spec, tmp_path / "plain", base=base, workers=plain_workers(spec, folder=base.folder))
     assert numbers(journal) == numbers(plain)
     assert journal.read_samples() == plain.read_samples()
     found, expected = result(journal)["workers"], result(plain)["workers"]
+    names = {"student alone": {"student"}, "teacher": {"student", "teacher"}}
+    assert found.keys() == names.get(case, {"student", "teacher", "anchor"})
     pids = {os.getpid(), *(facts.pop("pid") for facts in found.values())}
-    assert len(pids) == (2 if arm == "grpo" else 3)
+    assert len(pids) == 1 + len(found)
     assert {facts.pop("pid") for facts in expected.values()} == {os.getpid()}
     assert found == expected
     assert found["student"]["weights_sha256_end"] != found["student"]["weights_sha256_start"]
-    if arm == "sdpo-static":
-        assert found["teacher"]["weights_sha256_end"] == found["student"]["weights_sha256_start"]
-    if arm == "sdpo-ema":
+    if case == "teacher and anchor":
+        assert found["anchor"]["weights_sha256_end"] == found["student"]["weights_sha256_start"]
+        assert found["teacher"]["weights_sha256_end"] == found["student"]["weights_sha256_end"]
+    if case == "teacher":
         assert teacher is not None
-        weights = {name: value.double() for name, value in load_model(base.folder).weights().items()}
-        for step in teacher.seen:
-            weights = {name: 0.75 * value + 0.25 * step[name].double() for name, value in weights.items()}
-        assert len(teacher.seen) == 2
-        committed = load_file(checkpoint_folder(journal, 2) / "teacher" / WEIGHTS_FILE)
-        for name, value in weights.items():
-            torch.testing.assert_close(committed[name].double(), value, rtol=1e-6, atol=1e-7, msg=name)
+        assert_is_ema(teacher.seen, checkpoint_folder(journal, 2) / "teacher" / WEIGHTS_FILE, base=base)
+
+
+def assert_is_ema(seen: list[dict[str, Tensor]], committed: Path, *, base: Base) -> None:
+    """Two commits of what the student was."""
+    assert len(seen) == 2
+    weights = {name: value.double() for name, value in load_model(base.folder).weights().items()}
+    for step in seen:
+        weights = {name: 0.75 * value + 0.25 * step[name].double() for name, value in weights.items()}
+    found = load_file(committed)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_projection_goes_from_one_actor_to_the_other_and_only_when_it_changed(
+    cell_spec: CellSpec, base: Base, tmp_path: Path
+) -> None:
+    """A teacher with a checkpoint's weights over its base: what the student holds is its projection, once a version."""
+    model = load_model(base.folder)
+    model.blend({name: value + 0.1 for name, value in model.weights().items()}, rate=1.0)
+    model.save_weights(tmp_path)
+    spec = make_spec(cell_spec, arm="opsd")
+    at = WeightsAt(folder=base.folder, weights=tmp_path)
+    with ray_workers(spec, folder=base.folder, gpus=0, teacher=at) as workers:
+        student, teacher = workers.student, workers.teacher
+        assert isinstance(student, RemoteStudent)
+        assert isinstance(teacher, RemoteTeacher)
+        assert teacher.facts().weights_sha256 == weights_sha256(model.weights())
+        assert student.facts().weights_sha256 != teacher.facts().weights_sha256
+        torch.testing.assert_close(teacher.projection().weight, model.head.detach(), rtol=0, atol=0)
+        held = CountingActor(student.actor)
+        counted = RemoteStudent(held)
+        for _ in range(2):
+            counted.hold_projection_of(RecordingTeacher(teacher))
+        assert held.projections == 1
+        teacher.load(tmp_path)
+        counted.hold_projection_of(RecordingTeacher(teacher))
+        assert held.projections == 2
+
+
+class CountingActor:
+    """The student's actor, with its projections counted on the way."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.projections = 0
+
+    @property
+    def hold_projection(self) -> Any:
+        self.projections += 1
+        return self._actor.hold_projection
 
 
 def test_errors_come_through_and_a_dead_worker_is_named(cell_spec: CellSpec, base: Base) -> None:
     spec = make_spec(cell_spec, arm="grpo")
     row = TokenRow(prompt_ids=(1, 2), response_ids=(3,))
-    with ray_workers(spec, folder=base.folder, gpus=0) as (student, teacher):
-        assert teacher is None
+    with ray_workers(spec, folder=base.folder, gpus=0) as workers:
+        student = workers.student
+        assert workers.teacher is workers.anchor is None
         with pytest.raises(DataError, match=f"expected at most {MAX_POSITIONS}"):
             student.score([TokenRow(prompt_ids=(1,) * 300, response_ids=(1,))], top_k=0)
-        with pytest.raises(SpecError, match="got k 300"):
+        with pytest.raises(SpecError, match="got top_k 300"):
             student.score([row], top_k=300)
         os.kill(student.facts().pid, signal.SIGKILL)
         with pytest.raises(CellError, match="expected a living worker") as caught:
@@ -99,10 +168,10 @@ def test_errors_come_through_and_a_dead_worker_is_named(cell_spec: CellSpec, bas
 def test_worker_that_cannot_start_says_why(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
     """The reason is the worker's own, not only that it died."""
     spec = make_spec(cell_spec, arm="grpo").model_copy(update={"backend": "nonesuch"})
-    with ray_workers(spec, folder=base.folder, gpus=0) as (student, _), pytest.raises(SpecError, match="nonesuch"):
-        student.facts()
+    with ray_workers(spec, folder=base.folder, gpus=0) as workers, pytest.raises(SpecError, match="nonesuch"):
+        workers.student.facts()
     with (
-        ray_workers(make_spec(cell_spec, arm="grpo"), folder=tmp_path, gpus=0) as (student, _),
+        ray_workers(make_spec(cell_spec, arm="grpo"), folder=tmp_path, gpus=0) as workers,
         pytest.raises(DataError, match=f"got no tokenizer_config.json in {tmp_path}"),
     ):
-        student.facts()
+        workers.student.facts()
