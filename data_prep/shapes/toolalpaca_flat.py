@@ -5,10 +5,9 @@ input as JSON text) and, where there is one, `golden_response` (a list of text: 
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
-from data_prep.shapes.base import Origin, RowRejectedError, Shape, plain_text, shown, text_field
+from data_prep.shapes.base import Origin, RowRejectedError, Shape, file_stem, plain_text, shown, text_field
 from data_prep.shapes.tool_calls import ToolRequest, documented_tools, listed_calls, read_calls
 from sdpo_core.records import Message, Problem
 
@@ -30,7 +29,7 @@ def _problems(row: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
     yield asked.problem(
         (Message(role="user", content=prompt),),
         # Large files come in several, each of which counts its rows afresh.
-        idx=f"{PurePosixPath(origin.path).stem}/{origin.line - 1}",
+        idx=f"{file_stem(origin.path)}/{origin.line - 1}",
         origin=origin,
         shape=SHAPE.name,
         privileged=_privileged(row.get("golden_response")),
