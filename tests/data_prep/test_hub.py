@@ -2,7 +2,7 @@
 
 import json
 
-import datasets
+import datasets  # type: ignore[import-untyped]
 import pytest
 
 from data_prep.hub import HubName, hub_name, hub_rows

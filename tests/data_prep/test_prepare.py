@@ -202,7 +202,7 @@ def test_prepare_that_is_killed_leaves_the_old_files_or_none(tmp_path):
     folder = tmp_path / "data" / dataset_entry(name).name
     script = "import sys; from pathlib import Path; from data_prep.prepare import prepare_dataset\n"
     script += "prepare_dataset(sys.argv[2], home=Path(sys.argv[1]))"
-    seen = set()
+    seen: set[str] = set()
     for _ in range(6):
         process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name], cwd=ROOT)
         aside = folder.with_name(f".{folder.name}.new")

@@ -2,7 +2,7 @@
 
 import json
 
-import datasets
+import datasets  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -4,8 +4,9 @@ import copy
 import json
 import random
 import shutil
+from typing import Any
 
-import datasets
+import datasets  # type: ignore[import-untyped]
 import pytest
 
 from data_prep.codes import CODES
@@ -25,7 +26,8 @@ LISTED = {"prompt": "iron or mercury?", "task": "mcq", "label": "2", "reference"
 TRUE = {"prompt": "Is water wet?", "label": "true", "task": "true_false"}
 EXACT = {"prompt": "Which metal is liquid?", "label": "mercury", "task": "exact"}
 CALL = {"name": "f", "arguments": {"b": 1.5, "a": [None, "x"]}}
-TOOLS = {"prompt": "Call f.", "task": "tool_call", "reference": {"calls": [CALL], "tool_names": ["f", "g"]}}
+CALLS = {"calls": [CALL], "tool_names": ["f", "g"]}
+TOOLS = {"prompt": "Call f.", "task": "tool_call", "reference": CALLS}
 OWN = {"prompt": "Say 4.", "label": "4", "task": "call:tests.data_prep.test_user_data:own_grader"}
 GOOD = (MCQ, LISTED, TRUE, EXACT, TOOLS, OWN)
 
@@ -70,11 +72,11 @@ def _rows(count, **more):
         (TRUE, "Yes", {"answer": "Yes"}),
         ({**TRUE, "label": "no"}, "No", {"answer": "No"}),
         (EXACT, "mercury", {"answer": "mercury"}),
-        (TOOLS, '[{"arguments":{"a":[null,"x"],"b":1.5},"name":"f"}]', {**TOOLS["reference"], "order": "any"}),
+        (TOOLS, '[{"arguments":{"a":[null,"x"],"b":1.5},"name":"f"}]', {**CALLS, "order": "any"}),
         (
             {**TOOLS, "label": json.dumps([CALL]), "reference": {"tool_names": ["f", "g"]}},
             '[{"arguments":{"a":[null,"x"],"b":1.5},"name":"f"}]',
-            {**TOOLS["reference"], "order": "any"},
+            {**CALLS, "order": "any"},
         ),
         (OWN, "4", {"answer": "4"}),
         ({**OWN, "reference": {"answer": "4", "more": [1]}}, "4", {"answer": "4", "more": [1]}),
@@ -256,7 +258,7 @@ def test_file_that_is_not_there_or_holds_nothing_is_refused(tmp_path):
         prepare_dataset(f"file:{tmp_path / 'page.md'}", home=tmp_path)
 
 
-_STRANGE = (
+_STRANGE: tuple[Any, ...] = (
     None,
     True,
     0,

@@ -109,6 +109,81 @@ def test_prepare_prints_one_row_a_data_set(sdpo: Sdpo) -> None:
     assert lines[2].split()[:3] == ["sciknoweval-physics", "800", "784"]
 
 
+def test_prepare_prints_leaks_and_baselines(sdpo: Sdpo) -> None:
+    header, _, line = sdpo("prepare", "sciknoweval-physics").stdout.splitlines()
+    assert header.endswith("guess baselines on test, %")
+    assert "group_in_test 13, test_stem_in_train 7" in line
+    assert line.endswith("best_constant_letter 41.2, second_largest_number 42.5")
+
+
+Rows = list[dict[str, object]]
+ROWS: Rows = [{"prompt": f"Say {n}.", "label": str(n), "task": "exact"} for n in range(60)]
+
+
+def _own(path: Path, rows: Rows) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_prepare_takes_a_users_file_and_lets_its_responses_be_graded(sdpo: Sdpo, home: Path, tmp_path: Path) -> None:
+    path = _own(tmp_path / "mine.jsonl", ROWS)
+    (line,) = sdpo("prepare", f"file:{path}").stdout.splitlines()[2:]
+    name, read, kept = line.split()[:3]
+    assert (name.startswith("mine-"), read, kept) == (True, "60", "60")
+    problem = json.loads((home / "data" / name / "train.jsonl").read_text().splitlines()[0])
+    answers: Rows = [{"id": problem["id"], "response": text} for text in (problem["label"], "no")]
+    result = sdpo("prepare", "--grade", str(_own(tmp_path / "answers.jsonl", answers)))
+    assert [json.loads(row)["score"] for row in result.stdout.splitlines()] == [1.0, 0.0]
+    assert "0.500" in result.stderr.splitlines()[2]
+
+
+def test_prepare_check_lists_faults_and_exits_2(sdpo: Sdpo, home: Path, tmp_path: Path) -> None:
+    path = _own(tmp_path / "mine.jsonl", [*ROWS[:2], {"prompt": "x", "label": 3, "task": "exact"}])
+    result = sdpo("prepare", "--check", str(path))
+    assert result.exit_code == 2
+    assert result.stdout == f"{path}:3: missing_field: label: got a value of type int, expected text\n"
+    assert result.stderr.startswith(f"sdpo: {path}: got 1 rows that cannot be used")
+    good = sdpo("prepare", "--check", str(_own(tmp_path / "good.jsonl", ROWS)))
+    assert (good.exit_code, good.stdout) == (0, f"{tmp_path / 'good.jsonl'}: nothing is wrong\n")
+    assert not (home / "data").exists() or not list((home / "data").glob("*good*"))
+
+
+def test_prepare_does_one_thing_at_a_time(sdpo: Sdpo, tmp_path: Path) -> None:
+    _refused(sdpo("prepare", "toolalpaca", "--check", str(tmp_path)), "got more than one of names, --check and --grade")
+
+
+def test_plan_takes_a_users_file_as_a_data_set(sdpo: Sdpo, home: Path, tmp_path: Path) -> None:
+    """Cells carry the name that stands for its content; the path appears nowhere in the store."""
+    question = "Which?\n\nA: 1\nB: 2"
+    rows: Rows = [{"prompt": f"{n} {question}", "label": "B", "task": "mcq"} for n in range(60)]
+    place = tmp_path / "hidden-folder"
+    place.mkdir()
+    path = _own(place / "mine.jsonl", rows)
+    experiment = tmp_path / "own.py"
+    experiment.write_text(
+        "from experiments.e000_smoke import E000\n"
+        f'OWN = E000.model_copy(update={{"name": "own", "datasets": ("file:{path}",)}})\n'
+    )
+    lines = sdpo("plan", str(experiment), "--arms", "grpo").stdout.splitlines()[2:]
+    assert [line.split("/")[0].startswith("mine-") for line in lines] == [True]
+    assert len(sdpo("plan", str(experiment), "--datasets", f"file:{path}").stdout.splitlines()) == 5
+    written = [file.read_text() for file in (home / "data").glob("mine-*/*")]
+    assert len(written) == 6
+    assert not any("hidden-folder" in text for text in written)
+
+
+def test_a_users_file_without_a_task_of_the_profile_is_refused(sdpo: Sdpo, tmp_path: Path) -> None:
+    path = _own(tmp_path / "mine.jsonl", ROWS)
+    experiment = tmp_path / "own.py"
+    experiment.write_text(
+        "from experiments.e000_smoke import E000\n"
+        f'OWN = E000.model_copy(update={{"name": "own", "datasets": ("file:{path}",)}})\n'
+    )
+    _refused(sdpo("plan", str(experiment)), "of task 'exact', expected a task of profile 'smoke'")
+    experiment.write_text(experiment.read_text().replace(str(path), str(tmp_path / "none.jsonl")))
+    _refused(sdpo("plan", str(experiment)), "expected a file or folder there")
+
+
 def test_plan_shows_states_and_why(sdpo: Sdpo, matrix: Matrix, small: str) -> None:
     cells = matrix.planned()
     journals = [matrix.store.journal(str(cell.fingerprint)) for cell in cells]
