@@ -197,12 +197,12 @@ def test_support_divergence_ignores_the_padding_of_a_ragged_row(
     values = support_divergence(student, teacher, alpha=alpha, truncation=truncation, entry_clip=clip)
     plain = rows(pair[0])
     expected = support_divergence(plain, rows(pair[1]), alpha=alpha, truncation=truncation, entry_clip=clip)
-    # The sum over a longer row may be taken in another order.
-    assert values.item() == pytest.approx(expected.item(), abs=1e-15)
+    # 1e-14: the sum over a longer row, of terms up to 8, may be taken in another order.
+    assert values.item() == pytest.approx(expected.item(), abs=1e-14)
     slope = gradient(values, at=raw)[0].tolist()
     ids = len(pair[0]) - 1
     assert slope[ids : ids + padding] == [0.0] * padding
-    assert [*slope[:ids], slope[-1]] == pytest.approx(gradient(expected, at=plain)[0].tolist(), abs=1e-15)
+    assert [*slope[:ids], slope[-1]] == pytest.approx(gradient(expected, at=plain)[0].tolist(), abs=1e-14)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
