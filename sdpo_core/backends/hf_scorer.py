@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from sdpo_core.algorithm_specs import Support
@@ -16,7 +16,7 @@ from sdpo_core.errors import SpecError
 from sdpo_core.objectives.divergence import topk_overlap
 from sdpo_core.objectives.fused import score_tables
 from sdpo_core.objectives.head import Head
-from sdpo_core.objectives.tables import TableRequest, Tables
+from sdpo_core.objectives.tables import TableRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,46 +71,33 @@ class HfScorer:
         rows = [question.row for question in questions]
         states = torch.cat([part.share * part.model.response_states(rows) for part in self._parts], dim=1)
         own = own_ids(rows, device=states.device)
+        student = None
+        if support in ("student", "union"):
+            student = _student_ids(questions, support=support).to(states.device)
         # Its own best ids are needed for themselves ("teacher", "union") or for the overlap ("student").
-        found = score_tables(
-            states, head, TableRequest(own_ids=own, top_k=0 if support in (None, "full") else top_k, entropy=True)
+        request = TableRequest(
+            own_ids=own,
+            support_ids=student if support == "student" else None,
+            top_k=0 if support in (None, "full") else top_k,
+            entropy=True,
         )
+        found = score_tables(states, head, request)
         assert found.entropy is not None
         columns = {"logps": found.logp, "entropies": found.entropy}
         if support == "full":
             return {**columns, "states": states}
         if support is None:
             return columns
-        return {**columns, **self._cells(questions, states, head, found=found, support=support)}
-
-    def _cells(
-        self,
-        questions: Sequence[TeacherQuestion],
-        states: Float[Tensor, "token hidden"],
-        head: Head,
-        *,
-        found: Tables,
-        support: Support,
-    ) -> dict[str, Tensor]:
-        """Table and ids of the support, and the overlap where the student has one."""
-        best, table = found.support_ids, found.support_logp
+        best = found.support_ids if found.best_ids is None else found.best_ids
         assert best is not None
-        assert table is not None
-        if support == "teacher":
-            return {"support_ids": best, "table": table}
-        asked = [question.student_ids for question in questions]
-        missing = sum(ids is None for ids in asked)
-        if missing:
-            raise SpecError(
-                f"HfScorer: got {missing} questions without the student's ids for support {support!r}, expected them "
-                "in each. Ask the student first."
-            )
-        student = torch.tensor(np.concatenate([ids for ids in asked if ids is not None]), device=states.device)
-        ids = student if support == "student" else union_ids(student, best)
-        own = own_ids([question.row for question in questions], device=states.device)
-        table = score_tables(states, head, TableRequest(own_ids=own, support_ids=ids)).support_logp
-        assert table is not None
-        return {"support_ids": ids, "table": table, "overlap": topk_overlap(student, best)}
+        if support == "union":
+            assert student is not None
+            # The union is known only now: a second look at the logits.
+            found = score_tables(states, head, TableRequest(own_ids=own, support_ids=union_ids(student, best)))
+        assert found.support_ids is not None
+        assert found.support_logp is not None
+        columns |= {"support_ids": found.support_ids, "table": found.support_logp}
+        return columns if student is None else {**columns, "overlap": topk_overlap(student, best)}
 
     def _head(self) -> Head:
         heads = [part.model.projection_head(temperature=self._temperature) for part in self._parts]
@@ -159,6 +146,18 @@ class HfScorer:
 
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self._followed.device)
+
+
+def _student_ids(questions: Sequence[TeacherQuestion], *, support: Support) -> Int[Tensor, "token k"]:
+    """The student's ids of all tokens, which each question must bring."""
+    asked = [question.student_ids for question in questions]
+    missing = sum(ids is None for ids in asked)
+    if missing:
+        raise SpecError(
+            f"HfScorer: got {missing} questions without the student's ids for support {support!r}, expected them "
+            "in each. Ask the student first."
+        )
+    return torch.from_numpy(np.concatenate([ids for ids in asked if ids is not None]))
 
 
 def union_ids(student: Int[Tensor, "token k"], teacher: Int[Tensor, "token k"]) -> Int[Tensor, "token union"]:

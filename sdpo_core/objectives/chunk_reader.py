@@ -31,6 +31,7 @@ class Reading:
 
     rows: slice
     ids: Int[Tensor, "row k"]
+    best: Int[Tensor, "row best"] | None
     support: Int[Tensor, "row k"]
     own: Int[Tensor, "row 1"]
     stats: RowStats
@@ -70,7 +71,8 @@ class ChunkReader:
         """Project the chunk and read its rows; the buffers hold its shifted logits afterwards."""
         head, request = self._head, self._request
         logits = self._project(rows)
-        ids = self._support_ids(logits, rows)
+        best = self._best_ids(logits)
+        ids = self._support_ids(best, rows)
         own_ids = request.own_ids[rows, None]
         support, own = (columns_of(part, first=head.first, width=head.width) for part in (ids, own_ids))
         partial, shift = scan(logits, width=head.width, support=support, own=own, has_moment=request.entropy)
@@ -84,6 +86,7 @@ class ChunkReader:
         return Reading(
             rows=rows,
             ids=ids,
+            best=None if request.support_ids is None else best,
             support=support,
             own=own,
             stats=stats,
@@ -130,6 +133,7 @@ class ChunkReader:
             support_ids=reading.ids if is_wanted else None,
             support_logp=stats.cells.to(self.dtype) if is_wanted else None,
             teacher_logp=teacher.cells.to(self.dtype) if is_wanted and teacher else None,
+            best_ids=reading.best,
             entropy=stats.entropy.to(self.dtype) if request.entropy else None,
             divergence=reading.full.divergence.to(self.dtype) if reading.full else None,
         )
@@ -139,18 +143,22 @@ class ChunkReader:
         project(self.hidden(rows), self._head, first=0, out=logits[:, : self._head.width])
         return logits
 
-    def _support_ids(self, logits: Float[Tensor, "row wide"], rows: slice) -> Int[Tensor, "row k"]:
-        head, request = self._head, self._request
-        if request.support_ids is not None:
-            return request.support_ids[rows]
-        if not request.top_k:
-            return request.own_ids.new_empty(len(logits), 0)
-        ids, is_nan = select_support(logits, first=head.first, width=head.width, k=request.top_k, group=head.group)
+    def _best_ids(self, logits: Float[Tensor, "row wide"]) -> Int[Tensor, "row best"] | None:
+        head, k = self._head, self._request.top_k
+        if not k:
+            return None
+        ids, is_nan = select_support(logits, first=head.first, width=head.width, k=k, group=head.group)
         if is_nan:
             raise DataError(
                 "TableRequest.top_k: got a NaN logit, expected numbers. Look for the step where the weights diverged."
             )
         return ids
+
+    def _support_ids(self, best: Int[Tensor, "row best"] | None, rows: slice) -> Int[Tensor, "row k"]:
+        request = self._request
+        if request.support_ids is not None:
+            return request.support_ids[rows]
+        return request.own_ids.new_empty(rows.stop - rows.start, 0) if best is None else best
 
     def _read_teacher(
         self, teacher: TeacherStates, rows: slice, ids: Int[Tensor, "row k"]

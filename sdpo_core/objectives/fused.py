@@ -103,7 +103,7 @@ class _FusedTables(torch.autograd.Function):
         joined = _joined([reader.tables(reading) for reading in ctx.readings])
         # Saved, so that a change of either before the backward pass is noticed.
         ctx.save_for_backward(hidden, weight, bias)
-        constants = [joined.support_ids, joined.teacher_logp]
+        constants = [joined.support_ids, joined.teacher_logp, joined.best_ids]
         ctx.mark_non_differentiable(*[part for part in constants if part is not None])
         ctx.set_materialize_grads(False)
         return tuple(getattr(joined, name) for name in Tables.__slots__)

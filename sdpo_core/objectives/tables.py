@@ -29,8 +29,9 @@ class TableRequest:
 
     Attributes:
         own_ids: the sampled tokens.
-        support_ids: the support; -1 pads a ragged row and makes an empty cell (-inf, gradient 0). Or
-        top_k: size of the support, taken as the ids this very model ranks highest (of equals the lowest id); 0: none.
+        support_ids: the support; -1 pads a ragged row and makes an empty cell (-inf, gradient 0).
+        top_k: how many of the ids this very model ranks highest (of equals the lowest id) are wanted; 0: none. They are
+            the support, unless one is given.
         entropy: whether the entropy is wanted.
         teacher: scored at the same support, and what `full` compares with.
         full: a divergence over the whole vocabulary; needs `teacher`.
@@ -57,6 +58,7 @@ class Tables:
         support_ids: the support, as given or chosen.
         support_logp: of the support and, last, the tail; masses sum to 1.
         teacher_logp: the teacher's, on the same cells.
+        best_ids: the ids ranked highest, where a support was given beside `top_k`.
         entropy: of the whole distribution.
         divergence: over the whole vocabulary.
     """
@@ -65,6 +67,7 @@ class Tables:
     support_ids: Int[Tensor, "token k"] | None
     support_logp: Float[Tensor, "token cell"] | None
     teacher_logp: Float[Tensor, "token cell"] | None
+    best_ids: Int[Tensor, "token best"] | None
     entropy: Float[Tensor, " token"] | None
     divergence: Float[Tensor, " token"] | None
 
@@ -109,8 +112,6 @@ def check_request(request: TableRequest, head: Head, *, tokens: int) -> None:
 def _check_parts(request: TableRequest, head: Head) -> None:
     faults = []
     teacher = request.teacher
-    if request.support_ids is not None and request.top_k:
-        faults.append("support_ids and a top_k, expected one of them")
     if not 0 <= request.top_k <= head.vocab:
         faults.append(f"top_k {request.top_k}, expected 0 to {head.vocab} (the vocabulary)")
     if request.full is not None and teacher is None:
