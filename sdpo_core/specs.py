@@ -224,8 +224,18 @@ class CellSpec(Spec):
         longest = max(training.max_prompt_tokens, training.max_teacher_prompt_tokens) + training.max_response_tokens
         if longest > positions:
             faults.append(f"prompts and responses of up to {longest} tokens for {positions} positions of the base")
-        refuse(faults)
+        refuse([*faults, *self._teacher_faults(longest)])
         return self
+
+    def _teacher_faults(self, longest: int) -> Iterator[str]:
+        """What a teacher of another model cannot do."""
+        if self.teacher is None or self.teacher_base is None:
+            return
+        shape = self.teacher_base.shape
+        if longest > shape.max_positions:
+            yield f"prompts and responses of up to {longest} tokens for {shape.max_positions} positions of the teacher"
+        if self.teacher.schedule != "static" and shape != self.base.shape:
+            yield f"schedule {self.teacher.schedule!r} for a teacher of another shape, which cannot take weights in"
 
 
 class ArmSpec(Spec):

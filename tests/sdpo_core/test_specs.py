@@ -326,6 +326,31 @@ def test_teacher_of_the_profile_is_the_profiles_teacher(cell_spec: CellSpec, pla
         CellSpec.model_validate(row)
 
 
+@pytest.mark.parametrize("schedule", [{"schedule": "ema", "rate": 0.1}, {"schedule": "live"}, STATIC])
+def test_teacher_of_another_shape_cannot_follow(cell_spec: CellSpec, schedule: dict[str, Any]) -> None:
+    row = _row(cell_spec)
+    row["algorithm"] = {"name": "grpo", "opd": {"teacher": {**schedule, "weights": "profile"}}}
+    row["teacher_base"] = row["base"] | {"name": "other"}
+    CellSpec.model_validate(row)
+    row["teacher_base"]["shape"] = row["base"]["shape"] | {"num_layers": 3}
+    if schedule == STATIC:
+        CellSpec.model_validate(row)
+        return
+    with pytest.raises(ValidationError, match=f"schedule '{schedule['schedule']}' for a teacher of another shape"):
+        CellSpec.model_validate(row)
+
+
+def test_teacher_has_room_for_the_longest_sequence(cell_spec: CellSpec) -> None:
+    """96 tokens of prompt and 8 of response."""
+    row = _row(cell_spec)
+    row["algorithm"] = {"name": "grpo", "opd": {"teacher": {**STATIC, "weights": "profile"}}}
+    row["teacher_base"] = row["base"] | {"shape": row["base"]["shape"] | {"max_positions": 104}}
+    CellSpec.model_validate(row)
+    row["teacher_base"]["shape"]["max_positions"] = 103
+    with pytest.raises(ValidationError, match="up to 104 tokens for 103 positions of the teacher"):
+        CellSpec.model_validate(row)
+
+
 def test_cell_spec_reports_what_does_not_fit_together_at_once(cell_spec: CellSpec) -> None:
     row = _row(cell_spec)
     row["teacher_base"] = row["base"]
