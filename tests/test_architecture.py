@@ -20,7 +20,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("data_prep", "experiments", "flows", "reports", "sdpo_core", "tasks")
 OWN = frozenset({*FOLDERS, "tests", "benchmarks"})
-TORCH_FREE = ("errors", "fingerprint", "journal", "metrics", "random_streams", "records", "specs")
+TORCH_FREE = (
+    "algorithm_specs",
+    "errors",
+    "fingerprint",
+    "journal",
+    "metrics",
+    "random_streams",
+    "records",
+    "spec_base",
+    "specs",
+)
 
 # Package -> the only files of the project's folders that may import it.
 IMPORTERS = {

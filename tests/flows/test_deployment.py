@@ -56,7 +56,7 @@ def persistent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Persistent]
     ("parameter", "part"),
     [
         ("experiment=nope", "nope"),
-        ('arms=["ppo"]', "ppo"),
+        ('arms=["dpo"]', "dpo"),
         ('datasets=["spelling"]', "spelling"),
         ("seeds=42", "42"),
         ("profile=huge", "huge"),
