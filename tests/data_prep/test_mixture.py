@@ -78,6 +78,15 @@ def test_mixture_is_the_same_wherever_its_files_lie(folder, tmp_path_factory):
     assert dataset_entry(changed).name != manifests[0].name
 
 
+def test_mixture_of_another_name_draws_other_rows(folder):
+    parts = {"file:large.jsonl": 1, "file:small.jsonl": 1}
+    drawn = []
+    for stem in ("one", "two"):
+        _, rows = _prepared(_declare(folder / f"{stem}.json", parts=parts, task="exact"), home=folder)
+        drawn.append({row.id for row in rows["train"] if row.dataset.startswith("large")})
+    assert len(drawn[0]) == len(drawn[1]) > len(drawn[0] & drawn[1])
+
+
 def test_mixture_keeps_questions_of_one_part_out_of_the_others_test(tmp_path):
     """The raw Physics rows are those of the reference; each part's train holds questions of the other's test."""
     name = _declare(tmp_path / "twice.json", parts={"sciknoweval-physics": 1, "sciknoweval-physics-raw": 1})
