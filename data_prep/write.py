@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from data_prep.baselines import Guesses
 from data_prep.collect import json_line
 from data_prep.entry import DatasetEntry
-from data_prep.rules import FATES, KEPT, NOT_DRAWN, TRAIN, Records, Verdicts
+from data_prep.rules import FATES, KEPT, NOT_DRAWN, Records, Verdicts
 from data_prep.shapes.base import Quarantined
 from data_prep.spool import SPLITS, Spool
 
@@ -86,12 +86,11 @@ def write_rows(entry: DatasetEntry, spool: Spool, *, records: Records, verdicts:
 
 
 def _order(entry: DatasetEntry, records: Records) -> NDArray[np.intp]:
-    """As read; of a mixture, training rows in an order that mixes its parts from start to end."""
+    """As read; of a mixture, in an order that mixes its parts from start to end, since runs may take the first rows."""
     if not entry.parts:
         return np.arange(len(records))
     # Not the order of the draw itself: of a part that is thinned out, only the rows with low hashes are left.
-    spread = records["extra"] * np.uint64(_SPREAD)
-    return np.argsort(np.where(records["split"] == TRAIN, spread, 0), kind="stable")
+    return np.argsort(records["extra"] * np.uint64(_SPREAD), kind="stable")
 
 
 def _kept(entry: DatasetEntry, line: bytes, *, verdicts: Verdicts, index: np.intp, written: Written) -> bytes:

@@ -52,8 +52,9 @@ def test_mixture_has_training_rows_in_proportion_and_all_of_dev_and_test(folder)
     for split in ("dev", "test"):
         assert manifest.splits[split] == sum(part.splits[split] for part in parts.values())
     assert manifest.tasks["exact"] > manifest.tasks["true_false"]
-    # Shuffled together: neither part stands alone at either end.
-    assert len({row.dataset for row in rows["train"][:10]}) == len({row.dataset for row in rows["train"][-10:]}) == 2
+    # Mixed from start to end: neither part stands alone at either.
+    for split in ("train", "dev", "test"):
+        assert len({row.dataset for row in rows[split][:12]}) == len({row.dataset for row in rows[split][-12:]}) == 2
 
 
 def test_mixture_reports_each_part(folder):
