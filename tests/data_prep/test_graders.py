@@ -1,13 +1,15 @@
 """Graders: the agreed cases, the rules one by one, broken references, and responses of any kind."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.graders.table import grade
+from data_prep.grade_file import MODES
+from data_prep.graders.table import grade, score
 from sdpo_core.errors import DataError
 from tests.data_prep.problems import COPPER, make_problem, mcq, spell, tool_call, true_false
 
@@ -236,30 +238,33 @@ def test_spell_backward_cut_response_scores_nothing():
     assert (verdict.score, verdict.reason, verdict.format_ok) == (0.0, "truncated", False)
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        mcq("E"),
-        mcq("A", {"A": "1"}),
-        make_problem("mcq", label="A", reference={"answer_key": "A"}),
-        true_false("true"),
-        tool_call(),
-        make_problem("tool_call", label="", reference={"calls": [{"name": "f"}], "tool_names": ["f"], "order": "any"}),
-        make_problem(
-            "tool_call",
-            label="",
-            reference={"calls": [{"name": "f", "arguments": {}}], "tool_names": ["g"], "order": "any"},
-        ),
-        make_problem("spell_backward", label="", reference={"answer": ""}),
-        make_problem("essay", label="", reference={}),
-    ],
-)
+BROKEN = [
+    mcq("E"),
+    mcq("A", {"A": "1"}),
+    make_problem("mcq", label="A", reference={"answer_key": "A"}),
+    true_false("true"),
+    tool_call(),
+    make_problem("tool_call", label="", reference={"calls": [{"name": "f"}], "tool_names": ["f"], "order": "any"}),
+    make_problem(
+        "tool_call",
+        label="",
+        reference={"calls": [{"name": "f", "arguments": {}}], "tool_names": ["g"], "order": "any"},
+    ),
+    make_problem("spell_backward", label="", reference={"answer": ""}),
+    make_problem("essay", label="", reference={}),
+]
+
+
+@pytest.mark.parametrize("problem", BROKEN)
 def test_grade_refuses_a_broken_reference(problem):
     with pytest.raises(DataError, match=problem.id):
         grade(problem, "<answer>A</answer>", False, level="none")
 
 
-PROBLEMS = [mcq(), mcq("A", {"A": "C", "B": "[x]"}), true_false(), tool_call(FIND, ("g", {})), spell()]
+# 10,000 were run; the default keeps the suite short.
+EXAMPLES = int(os.environ.get("SDPO_FUZZ_EXAMPLES", "300"))
+EXACT = make_problem("exact", label="zinc", reference={"answer": "zinc"})
+PROBLEMS = [mcq(), mcq("A", {"A": "C", "B": "[x]"}), true_false(), tool_call(FIND, ("g", {})), spell(), EXACT]
 PIECES = [
     *("<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", '"', "[", "]", ":", "\n", "```json\n"),
     *(
@@ -272,12 +277,13 @@ PIECES = [
     *("The answer is ", "answer: ", "A", "B or C", "(", ")", "**", "yes", "no", '"\\ud800"', "zinc", "tenalp", "\x00"),
     *COPPER.values(),
 ]
+RESPONSES = st.one_of(st.text(max_size=80), st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     problem=st.sampled_from(PROBLEMS),
-    response=st.one_of(st.text(max_size=80), st.lists(st.sampled_from(PIECES), max_size=12).map("".join)),
+    response=RESPONSES,
     truncated=st.booleans(),
     level=st.sampled_from(["none", "diagnostic", "reveal"]),
 )
@@ -290,6 +296,16 @@ def test_grade_never_raises_on_a_response(problem, response, truncated, level):
     assert "\n" not in verdict.feedback
     # A journal is UTF-8: half characters must not come through.
     f"{verdict.feedback}{verdict.answer}".encode()
+    for mode in MODES:
+        found = score(problem, response, truncated, mode=mode)
+        assert found is None or 0.0 <= found <= 1.0
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(problem=st.sampled_from(BROKEN), response=RESPONSES, truncated=st.booleans())
+def test_grade_raises_on_a_broken_reference_whatever_the_response(problem, response, truncated):
+    with pytest.raises(DataError):
+        grade(problem, response, truncated, level="diagnostic")
 
 
 @pytest.mark.parametrize(
