@@ -73,21 +73,30 @@ WRONG_MCQ = [
 ]
 
 
+def _rows(prepared, task):
+    """All shipped rows of a task, each prompt once."""
+    rows = {}
+    for data in prepared.values():
+        for problems in data.problems.values():
+            rows |= {(problem.prompt, problem.label): problem for problem in problems if problem.task == task}
+    return list(rows.values())
+
+
 def test_diagnostic_feedback_never_names_the_gold_option(prepared):
     """Over all shipped rows: neither its letter, unless all labels are listed, nor its text."""
-    for name in ("biology", "chemistry", "materials", "physics"):
-        for rows in prepared[f"sciknoweval-{name}"].problems.values():
-            for problem in rows:
-                labels = [choice["label"] for choice in problem.reference["choices"]]
-                texts = {choice["label"]: choice["text"] for choice in problem.reference["choices"]}
-                wrong = [f"<answer>{label}</answer>" for label in labels if label != problem.label]
-                for response in WRONG_MCQ + wrong:
-                    verdict = grade(problem, response, False, level="diagnostic")
-                    assert verdict.score == 0.0
-                    told = verdict.feedback.replace(", ".join(labels), "")
-                    assert not re.search(rf"\b{problem.label}\b", told), (problem.id, verdict.feedback)
-                    gold = texts[problem.label]
-                    assert len(gold) < 4 or gold in response or gold not in told
+    rows = _rows(prepared, "mcq")
+    assert len(rows) > 4_300
+    for problem in rows:
+        labels = [choice["label"] for choice in problem.reference["choices"]]
+        texts = {choice["label"]: choice["text"] for choice in problem.reference["choices"]}
+        wrong = [f"<answer>{label}</answer>" for label in labels if label != problem.label]
+        for response in WRONG_MCQ + wrong:
+            verdict = grade(problem, response, False, level="diagnostic")
+            assert verdict.score == 0.0
+            told = verdict.feedback.replace(", ".join(labels), "")
+            assert not re.search(rf"\b{problem.label}\b", told), (problem.id, verdict.feedback)
+            gold = texts[problem.label]
+            assert len(gold) < 4 or gold in response or gold not in told
 
 
 def _gold_values(problem):
@@ -96,8 +105,22 @@ def _gold_values(problem):
             yield value if isinstance(value, str) else json.dumps(value)
 
 
+def test_diagnostic_feedback_never_says_yes_or_no_for_the_gold(prepared):
+    rows = _rows(prepared, "true_false")
+    assert len(rows) == 100
+    for problem in rows:
+        gold, wrong = problem.label.lower(), "no" if problem.label == "Yes" else "yes"
+        for response in ("", "<think>", "maybe", "<answer>yes and no</answer>", f"<answer>{wrong}</answer>"):
+            words = re.findall(r"[a-z]+", grade(problem, response, False, level="diagnostic").feedback.lower())
+            # The gold stands only where both answers are named.
+            assert words
+            assert gold not in words or wrong in words
+
+
 def test_diagnostic_feedback_never_names_a_gold_value(prepared):
-    for problem in prepared["toolalpaca"].problems["test"]:
+    rows = _rows(prepared, "tool_call")
+    assert len(rows) == 169
+    for problem in rows:
         tools = problem.reference["tool_names"]
         calls = problem.reference["calls"]
         empty = "\n".join(f"Action: {call['name']}\nAction Input: {{}}" for call in calls)
