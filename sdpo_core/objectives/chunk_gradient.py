@@ -37,14 +37,13 @@ def write_gradient(
     gradients: RowGradients,
     *,
     width: int,
-    shift: Float64[Tensor, " row"],
     stats: RowStats,
     support: Int[Tensor, "row k"],
     own: Int[Tensor, "row one"],
     full: FullSlope | None,
     cap: float | None,
 ) -> None:
-    """Turn the logits, held less `shift`, into d(sum of gradient x number) / dz, times the slope of the cap.
+    """Turn the logits into d(sum of gradient x number) / dz, times the slope of the cap.
 
     `support` and `own` are columns (see `columns_of`); `cap` is soft_cap / temperature.
     """
@@ -53,15 +52,17 @@ def write_gradient(
     total = gradients.own + gradients.cells.sum(dim=1)
     at_support = (gradients.cells[:, :-1] - total[:, None] * stats.cells[:, :-1].exp()).to(dtype)
     # Of the tail's columns: p_j / P_tail (g_tail - P_tail total), which neither overflows nor vanishes with P_tail.
-    at_tail = (gradients.cells[:, -1] - total * stats.cells[:, -1].exp()).to(dtype)
-    tail_offset = (stats.tail - shift).masked_fill(stats.tail == -torch.inf, 0.0).to(dtype)
-    side = Side(logits=logits, offset=stats.normaliser - shift, width=width)
+    is_empty = stats.tail == -torch.inf
+    near = stats.tail.masked_fill(is_empty, 0.0).to(dtype)
+    rounded = (near - stats.tail).masked_fill(is_empty, 0.0).exp()
+    at_tail = (rounded * (gradients.cells[:, -1] - total * stats.cells[:, -1].exp())).to(dtype)
+    side = Side(logits=logits, normaliser=stats.normaliser, width=width)
     for rows in row_blocks(len(logits), width):
         part = logits[rows]
         live = part[:, :width]
-        bend = None if cap is None else _cap_slope(live, shift=shift[rows, None].to(dtype), cap=cap)
+        bend = None if cap is None else _cap_slope(live, cap=cap)
         extra = _extra(side, gradients, stats, rows=rows, full=full)
-        live.sub_(tail_offset[rows, None]).exp_().mul_(at_tail[rows, None])
+        live.sub_(near[rows, None]).exp_().mul_(at_tail[rows, None])
         part.scatter_(1, support[rows], at_support[rows])
         part.scatter_add_(1, own[rows], gradients.own[rows, None].to(dtype).expand(own[rows].shape))
         if extra is not None:
@@ -86,9 +87,7 @@ def _extra(
     return extra
 
 
-def _cap_slope(
-    live: Float[Tensor, "block column"], *, shift: Float[Tensor, "block 1"], cap: float
-) -> Float[Tensor, "block column"]:
+def _cap_slope(live: Float[Tensor, "block column"], *, cap: float) -> Float[Tensor, "block column"]:
     """1 - tanh^2, from z = cap * tanh."""
-    bent = (live + shift).div_(cap)
+    bent = live / cap
     return bent.mul_(bent).neg_().add_(1.0)

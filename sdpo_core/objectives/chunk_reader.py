@@ -1,4 +1,4 @@
-"""Reads what a request asks for, one chunk of tokens at a time, into buffers that hold the logits of a chunk only.
+"""Reads what a request asks for, a chunk of tokens at a time, into buffers that hold the logits of a chunk only.
 
 Source: notation.md, "Fused head".
 """
@@ -6,121 +6,128 @@ Source: notation.md, "Fused head".
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sdpo_core.errors import DataError
 from sdpo_core.objectives.chunk_gradient import FullSlope, RowGradients, write_gradient
-from sdpo_core.objectives.chunks import RowStats, columns_of, combine, row_stats, scan, select_support, spare_width
+from sdpo_core.objectives.chunks import (
+    Partial,
+    RowStats,
+    columns_of,
+    merge,
+    over_group,
+    row_stats,
+    scan,
+    select_support,
+    spare_width,
+)
 from sdpo_core.objectives.full_divergence import FullStats, Side, full_stats
 from sdpo_core.objectives.head import Head, compute_dtype, project
-from sdpo_core.objectives.tables import TableRequest, Tables, TeacherStates
+from sdpo_core.objectives.tables import TableRequest, Tables
 
-# Logits held at once, of student and teacher together: docs/decisions/0007-fused-head.md.
+# Logits held at once where whole rows are needed, of student and teacher together: 128 rows of 152k, 74 MiB in float32.
 CHUNK_NUMBERS = 128 * 152_064
-# Columns of a teacher's logits held at once where only its tables are wanted.
+# Elsewhere the columns pass in tiles, 32 MiB in float32: docs/decisions/0007-fused-head.md.
 TILE_COLUMNS = 8192
+TILE_ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What is known of a chunk's rows once its logits are gone; with the logits again, enough for the gradient.
+    """What is known of rows once their logits are gone; with the logits again, enough for the gradient."""
 
-    `support` and `own` are columns; `shift` and `teacher_shift` were taken off the logits in the buffers.
-    """
-
-    rows: slice
     ids: Int[Tensor, "row k"]
     best: Int[Tensor, "row best"] | None
-    support: Int[Tensor, "row k"]
-    own: Int[Tensor, "row 1"]
     stats: RowStats
-    shift: Float64[Tensor, " row"]
     teacher: RowStats | None
-    teacher_shift: Float64[Tensor, " row"] | None
     full: FullStats | None
 
 
 class ChunkReader:
-    """The buffers, and hidden states, head and (checked) request they are read with."""
+    """The buffers, and hidden states, head and (checked) request they are read with.
 
-    def __init__(self, hidden: Float[Tensor, "token hidden"], head: Head, request: TableRequest) -> None:
+    Args:
+        hidden: of all tokens.
+        head: the student's.
+        request: what to read.
+        keeps_logits: whether `logit_gradient` follows each `read`.
+    """
+
+    def __init__(
+        self, hidden: Float[Tensor, "token hidden"], head: Head, request: TableRequest, *, keeps_logits: bool = False
+    ) -> None:
         self._hidden, self._head, self._request = hidden.detach(), head, request
         self.dtype = compute_dtype(hidden, head)
-        # The share's rows and not its valid ids: all processes must cut the tokens alike.
-        per_token = spare_width(len(head.weight)) * (1 if request.full is None else 2)
-        self._step = max(1, min(CHUNK_NUMBERS // per_token, len(hidden)))
-        self._logits = self._buffer(head.width)
-        if request.teacher is not None:
-            columns = head.width if request.full else min(TILE_COLUMNS, request.teacher.head.width)
-            self._teacher_logits = self._buffer(columns)
+        has_full = request.full is not None
+        self._is_whole = keeps_logits or has_full or request.top_k > 0
+        if self._is_whole:
+            # The share's rows and not its valid ids: all processes must cut the tokens alike.
+            most = CHUNK_NUMBERS // spare_width(len(head.weight)) // (2 if has_full and keeps_logits else 1)
+        else:
+            most = TILE_ROWS
+        self._step = even_step(len(hidden), most=most)
+        if self._is_whole:
+            self._logits = self._buffer(head.width)
+        if has_full:
+            self._teacher_logits = self._buffer(head.width)
+        elif request.teacher is not None or not self._is_whole:
+            heads = [head] if request.teacher is None else [head, request.teacher.head]
+            self._tile = self._buffer(min(TILE_COLUMNS, max(part.width for part in heads)))
 
     def _buffer(self, width: int) -> Float[Tensor, "row wide"]:
         return self._hidden.new_empty(self._step, spare_width(width), dtype=self.dtype)
 
     def chunks(self) -> Iterator[slice]:
-        """Rows of each chunk; of no token one empty chunk, so that results have their shape."""
-        tokens = len(self._hidden)
-        return (slice(start, min(start + self._step, tokens)) for start in range(0, max(1, tokens), self._step))
+        """Rows of each chunk."""
+        return row_chunks(len(self._hidden), step=self._step)
 
     def hidden(self, rows: slice) -> Float[Tensor, "row hidden"]:
         """The chunk's hidden states in the dtype of the projection."""
         return self._hidden[rows].to(self.dtype)
 
     def read(self, rows: slice) -> Reading:
-        """Project the chunk and read its rows; the buffers hold its shifted logits afterwards."""
-        head, request = self._head, self._request
-        logits = self._project(rows)
-        best = self._best_ids(logits)
-        ids = self._support_ids(best, rows)
+        """Project the chunk and read its rows. Kept logits stay in the buffers."""
+        head, request, hidden = self._head, self._request, self.hidden(rows)
         own_ids = request.own_ids[rows, None]
-        support, own = (columns_of(part, first=head.first, width=head.width) for part in (ids, own_ids))
-        partial, shift = scan(logits, width=head.width, support=support, own=own, has_moment=request.entropy)
-        stats = row_stats(combine([partial], group=head.group), support_ids=ids)
-        teacher = teacher_shift = full = None
-        if request.teacher is not None:
-            teacher, teacher_shift = self._read_teacher(request.teacher, rows, ids)
-            if request.full is not None:
-                sides = self._side(rows, stats, shift), self._teacher_side(rows, teacher, teacher_shift)
-                full = full_stats(*sides, request.full, group=head.group)
-        return Reading(
-            rows=rows,
-            ids=ids,
-            best=None if request.support_ids is None else best,
-            support=support,
-            own=own,
-            stats=stats,
-            shift=shift,
-            teacher=teacher,
-            teacher_shift=teacher_shift,
-            full=full,
-        )
+        if self._is_whole:
+            logits = self._logits[: len(hidden)]
+            project(hidden, head, first=0, out=logits[:, : head.width])
+            best = self._best_ids(logits)
+            ids = self._support_ids(best, rows)
+            part = self._scan(logits, head, first=0, width=head.width, ids=ids, own_ids=own_ids)
+        else:
+            best, ids = None, self._support_ids(None, rows)
+            part = self._scan_tiles(hidden, head, ids=ids, own_ids=own_ids)
+        stats = row_stats(over_group(part, group=head.group), support_ids=ids)
+        teacher = self._read_teacher(rows, ids)
+        full = None
+        if request.full is not None and teacher is not None:
+            side, other = self._side(self._logits, stats), self._side(self._teacher_logits, teacher)
+            full = full_stats(side, other, request.full, group=head.group)
+        best = None if request.support_ids is None else best
+        return Reading(ids=ids, best=best, stats=stats, teacher=teacher, full=full)
 
-    def project_again(self, reading: Reading) -> None:
-        """Bring the buffers back to where `read` left them; no collective."""
-        self._project(reading.rows)[:, : self._head.width].sub_(reading.shift[:, None].to(self.dtype))
-        if reading.full is not None and self._request.teacher is not None and reading.teacher_shift is not None:
-            logits = self._project_teacher(self._request.teacher, reading.rows)
-            logits[:, : self._head.width].sub_(reading.teacher_shift[:, None].to(self.dtype))
-
-    def logit_gradient(self, reading: Reading, gradients: RowGradients) -> Float[Tensor, "row column"]:
-        """The gradient on the chunk's logits, in place of them: the buffers must be as `read` left them."""
-        head, rows = self._head, reading.rows
+    def logit_gradient(self, reading: Reading, gradients: RowGradients, *, rows: slice) -> Float[Tensor, "row column"]:
+        """The gradient on the logits kept by the last `read`, in place of them."""
+        head, request = self._head, self._request
         logits = self._logits[: len(reading.ids)]
         full = None
-        if self._request.full and reading.full and reading.teacher and reading.teacher_shift is not None:
-            side = self._teacher_side(rows, reading.teacher, reading.teacher_shift)
-            full = FullSlope(full=self._request.full, teacher=side, slope=reading.full.slope)
+        if request.full is not None and reading.teacher is not None and reading.full is not None:
+            side = self._side(self._teacher_logits, reading.teacher)
+            full = FullSlope(full=request.full, teacher=side, slope=reading.full.slope)
+        support, own = (
+            columns_of(ids, first=head.first, width=head.width) for ids in (reading.ids, request.own_ids[rows, None])
+        )
         write_gradient(
             logits,
             gradients,
             width=head.width,
-            shift=reading.shift,
             stats=reading.stats,
-            support=reading.support,
-            own=reading.own,
+            support=support,
+            own=own,
             full=full,
-            cap=None if head.soft_cap is None else head.soft_cap / head.temperature,
+            cap=head.cap,
         )
         return logits[:, : head.width]
 
@@ -137,11 +144,6 @@ class ChunkReader:
             entropy=stats.entropy.to(self.dtype) if request.entropy else None,
             divergence=reading.full.divergence.to(self.dtype) if reading.full else None,
         )
-
-    def _project(self, rows: slice) -> Float[Tensor, "row wide"]:
-        logits = self._logits[: rows.stop - rows.start]
-        project(self.hidden(rows), self._head, first=0, out=logits[:, : self._head.width])
-        return logits
 
     def _best_ids(self, logits: Float[Tensor, "row wide"]) -> Int[Tensor, "row best"] | None:
         head, k = self._head, self._request.top_k
@@ -160,34 +162,64 @@ class ChunkReader:
             return request.support_ids[rows]
         return request.own_ids.new_empty(rows.stop - rows.start, 0) if best is None else best
 
-    def _read_teacher(
-        self, teacher: TeacherStates, rows: slice, ids: Int[Tensor, "row k"]
-    ) -> tuple[RowStats, Float64[Tensor, " row"]]:
-        """The teacher's rows at the ids of the support, its columns a tile at a time unless all are needed."""
-        head, none = teacher.head, ids.new_empty(len(ids), 0)
-        parts = []
-        tile = self._teacher_logits.shape[1] - 1 if self._request.full is None else head.width
-        for start in range(0, max(1, head.width), max(1, tile)):
-            width = min(tile, head.width - start)
-            logits = self._project_teacher(teacher, rows, start=start, width=width)
-            columns = columns_of(ids, first=head.first + start, width=width)
-            part, shift = scan(logits, width=width, support=columns, own=none)
-            parts.append(part)
-        return row_stats(combine(parts, group=head.group), support_ids=ids), shift
+    def _read_teacher(self, rows: slice, ids: Int[Tensor, "row k"]) -> RowStats | None:
+        """The teacher's rows at the ids of the support."""
+        teacher = self._request.teacher
+        if teacher is None:
+            return None
+        head, hidden = teacher.head, teacher.hidden.detach()[rows].to(self.dtype)
+        none = ids.new_empty(len(ids), 0)
+        if self._request.full is None:
+            part = self._scan_tiles(hidden, head, ids=ids, own_ids=none)
+        else:
+            logits = self._teacher_logits[: len(hidden)]
+            project(hidden, head, first=0, out=logits[:, : head.width])
+            part = self._scan(logits, head, first=0, width=head.width, ids=ids, own_ids=none)
+        return row_stats(over_group(part, group=head.group), support_ids=ids)
 
-    def _project_teacher(
-        self, teacher: TeacherStates, rows: slice, *, start: int = 0, width: int | None = None
-    ) -> Float[Tensor, "row wide"]:
-        width = teacher.head.width if width is None else width
-        logits = self._teacher_logits[: rows.stop - rows.start]
-        hidden = teacher.hidden.detach()[rows].to(self.dtype)
-        project(hidden, teacher.head, first=start, out=logits[:, :width])
-        return logits
+    def _scan_tiles(
+        self,
+        hidden: Float[Tensor, "row hidden"],
+        head: Head,
+        *,
+        ids: Int[Tensor, "row k"],
+        own_ids: Int[Tensor, "row one"],
+    ) -> Partial:
+        """What this process's columns say, projected a tile at a time."""
+        logits = self._tile[: len(hidden)]
+        found: Partial | None = None
+        for columns in row_chunks(head.width, step=TILE_COLUMNS):
+            width = columns.stop - columns.start
+            project(hidden, head, first=columns.start, out=logits[:, :width])
+            part = self._scan(logits, head, first=columns.start, width=width, ids=ids, own_ids=own_ids)
+            found = part if found is None else merge(found, part)
+        assert found is not None
+        return found
 
-    def _side(self, rows: slice, stats: RowStats, shift: Float64[Tensor, " row"]) -> Side:
-        logits = self._logits[: rows.stop - rows.start]
-        return Side(logits=logits, offset=stats.normaliser - shift, width=self._head.width)
+    def _scan(
+        self,
+        logits: Float[Tensor, "row wide"],
+        head: Head,
+        *,
+        first: int,
+        width: int,
+        ids: Int[Tensor, "row k"],
+        own_ids: Int[Tensor, "row one"],
+    ) -> Partial:
+        support, own = (columns_of(part, first=head.first + first, width=width) for part in (ids, own_ids))
+        has_moment = self._request.entropy and own_ids.shape[1] > 0
+        return scan(logits, width=width, support=support, own=own, has_moment=has_moment)
 
-    def _teacher_side(self, rows: slice, stats: RowStats, shift: Float64[Tensor, " row"]) -> Side:
-        logits = self._teacher_logits[: rows.stop - rows.start]
-        return Side(logits=logits, offset=stats.normaliser - shift, width=self._head.width)
+    def _side(self, logits: Float[Tensor, "row wide"], stats: RowStats) -> Side:
+        return Side(logits=logits[: len(stats.normaliser)], normaliser=stats.normaliser, width=self._head.width)
+
+
+def even_step(rows: int, *, most: int) -> int:
+    """Rows of a chunk, at most `most` but 1, so that the last chunk is about as long as the others."""
+    most = max(1, most)
+    return -(-rows // -(-rows // most)) if rows else 1
+
+
+def row_chunks(rows: int, *, step: int) -> Iterator[slice]:
+    """Slices of `step` rows; of no row one empty slice, so that results have their shape."""
+    return (slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step))

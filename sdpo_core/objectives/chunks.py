@@ -7,7 +7,7 @@ Small per-row numbers are float64. Rows go through the cache a few at a time, wh
 Source: notation.md, "Fused head".
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ LOG_OF_ZERO = -1e4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partial:
-    """What some columns say of each row; `combine` puts together what all columns say.
+    """What some columns say of each row; `merge` and `over_group` put together what all say.
 
     Attributes:
         picked: logits at the picked ids; 0 where an id is not among the columns.
@@ -124,11 +124,11 @@ def scan(
     support: Int[Tensor, "row k"],
     own: Int[Tensor, "row one"],
     has_moment: bool = False,
-) -> tuple[Partial, Float64[Tensor, " row"]]:
-    """What the columns say, and the shift of each row: afterwards the buffer holds the logits less the shift.
+) -> Partial:
+    """What the columns say. `logits` are as they were afterwards, spare columns aside.
 
     Args:
-        logits: the chunk, in place.
+        logits: the chunk.
         width: columns that hold logits.
         support: columns (see `columns_of`) of the ids that stay out of highest, mass and moment.
         own: columns of further ids to pick; `picked` has the support first.
@@ -136,7 +136,7 @@ def scan(
     """
     rows = len(logits)
     picked = logits.new_empty(rows, support.shape[1] + own.shape[1], dtype=torch.float64)
-    highest, shift, mass, moment = picked.new_zeros(4, rows).unbind()
+    highest, mass, moment = picked.new_zeros(3, rows).unbind()
     for block in row_blocks(rows, width):
         part, columns = logits[block], support[block]
         live = part[:, :width]
@@ -144,35 +144,54 @@ def scan(
         picked[block] = torch.cat([values, part.gather(1, own[block])], dim=1)
         part.scatter_(1, columns, -torch.inf)
         top = live.amax(dim=1, keepdim=True) if width else live.new_full((len(live), 1), -torch.inf)
-        # A row of nothing but support ids has no highest: it stays where it is.
-        down = top.masked_fill(top == -torch.inf, 0.0)
-        weights = live.sub_(down).exp()
-        highest[block], shift[block], mass[block] = top[:, 0], down[:, 0], weights.sum(dim=1)
+        # In a row of nothing but support ids the masses are those of -inf, not of NaN.
+        gaps = live - _finite(top)
+        weights = gaps.exp() if has_moment else gaps.exp_()
+        highest[block], mass[block] = top[:, 0], weights.sum(dim=1)
         if has_moment:
-            moment[block] = weights.mul_(live.clamp(min=LOG_OF_ZERO)).sum(dim=1)
-        part.scatter_(1, columns, values - down)
+            moment[block] = weights.mul_(gaps.clamp_(min=LOG_OF_ZERO)).sum(dim=1)
+        part.scatter_(1, columns, values)
     picked.masked_fill_(torch.cat([support, own], dim=1) == width, 0.0)
-    return Partial(picked=picked, highest=highest, mass=mass, moment=moment), shift
+    return Partial(picked=picked, highest=highest, mass=mass, moment=moment)
 
 
-def combine(parts: Sequence[Partial], *, group: ProcessGroup | None) -> Partial:
-    """One Partial of the columns of all parts and processes: one MAX and one SUM."""
-    highest = all_max(torch.stack([part.highest for part in parts]).amax(dim=0), group=group)
-    common = highest.masked_fill(highest == -torch.inf, 0.0)
-    sums = []
-    for part in parts:
-        gap = part.highest - common
-        factor = gap.exp()
-        moment = factor * (part.moment + part.mass * gap.clamp(min=LOG_OF_ZERO))
-        sums.append(torch.cat([part.picked, torch.stack([factor * part.mass, moment], dim=1)], dim=1))
-    total = all_sum(torch.stack(sums).sum(dim=0), group=group)
+def merge(first: Partial, second: Partial) -> Partial:
+    """What the columns of both say."""
+    highest = torch.maximum(first.highest, second.highest)
+    parts = [_at(part, highest) for part in (first, second)]
+    return Partial(
+        picked=first.picked + second.picked,
+        highest=highest,
+        mass=parts[0].mass + parts[1].mass,
+        moment=parts[0].moment + parts[1].moment,
+    )
+
+
+def over_group(part: Partial, *, group: ProcessGroup | None) -> Partial:
+    """What the columns of all processes say: one MAX and one SUM."""
+    highest = all_max(part.highest, group=group)
+    part = _at(part, highest)
+    total = all_sum(torch.cat([part.picked, torch.stack([part.mass, part.moment], dim=1)], dim=1), group=group)
     return Partial(picked=total[:, :-2], highest=highest, mass=total[:, -2], moment=total[:, -1])
+
+
+def _at(part: Partial, highest: Float64[Tensor, " row"]) -> Partial:
+    """The same with mass and moment relative to another, higher `highest`."""
+    gap = part.highest - _finite(highest)
+    factor = gap.exp()
+    moment = factor * (part.moment + part.mass * gap.clamp(min=LOG_OF_ZERO))
+    return Partial(picked=part.picked, highest=highest, mass=factor * part.mass, moment=moment)
+
+
+def _finite(highest: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """0 in place of -inf, which stands for no column."""
+    return highest.masked_fill(highest == -torch.inf, 0.0)
 
 
 def row_stats(whole: Partial, *, support_ids: Int[Tensor, "row k"]) -> RowStats:
     """Log-probabilities from what all columns say; cells of padding ids (-1) are -inf."""
     k = support_ids.shape[1]
-    common = whole.highest.masked_fill(whole.highest == -torch.inf, 0.0)
+    common = _finite(whole.highest)
     tail = common + whole.mass.log()
     support = whole.picked[:, :k].masked_fill(support_ids < 0, -torch.inf)
     cells = torch.cat([support, tail[:, None]], dim=1)

@@ -35,15 +35,18 @@ class FullDivergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """Logits of one model: log p is the buffer less `offset`; a buffer holds `width` columns and spare ones."""
+    """Logits of one model, `width` columns and spare ones, and the log-sum-exp of each row over all columns."""
 
     logits: Float[Tensor, "row wide"]
-    offset: Float64[Tensor, " row"]
+    normaliser: Float64[Tensor, " row"]
     width: int
 
     def logp(self, rows: slice) -> Float[Tensor, "block column"]:
         """Log-probabilities of some rows."""
-        return self.logits[rows, : self.width] - self.offset[rows, None].to(self.logits.dtype)
+        exact = self.normaliser[rows, None]
+        near = exact.to(self.logits.dtype)
+        # In two steps: the first is exact for large logits, the second is what rounding the normaliser lost.
+        return (self.logits[rows, : self.width] - near).sub_((exact - near).to(near.dtype))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +59,7 @@ class FullStats:
 
 def full_stats(student: Side, teacher: Side, full: FullDivergence, *, group: ProcessGroup | None) -> FullStats:
     """The divergence of each row; one SUM."""
-    sums = student.offset.new_zeros(len(student.offset), 2)
+    sums = student.normaliser.new_zeros(len(student.normaliser), 2)
     for rows in row_blocks(len(sums), student.width):
         term, slope, _ = _terms(student.logp(rows), teacher.logp(rows), full)
         sums[rows, 0], sums[rows, 1] = term.sum(dim=1), slope.sum(dim=1)

@@ -8,7 +8,7 @@ infinity in one row's hidden state makes all of it NaN. Select the response rows
 no substitute.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from sdpo_core.objectives.chunk_gradient import RowGradients
 from sdpo_core.objectives.chunk_reader import ChunkReader, Reading
-from sdpo_core.objectives.head import Head, add_hidden_gradient
+from sdpo_core.objectives.head import Head, hidden_slope
+from sdpo_core.objectives.row_records import join
 from sdpo_core.objectives.tables import TableRequest, Tables, check_request
+from sdpo_core.objectives.tile_backward import Targets, TileBackward
 
 # The fields of Tables that carry gradient.
 DIFFERENTIABLE = ("logp", "support_logp", "entropy", "divergence")
@@ -39,7 +41,7 @@ def score_tables(hidden: Float[Tensor, "token hidden"], head: Head, request: Tab
     """Tables of constants."""
     check_request(request, head, tokens=len(hidden))
     reader = ChunkReader(hidden, head, request)
-    return _joined([reader.tables(reader.read(rows)) for rows in reader.chunks()])
+    return join([reader.tables(reader.read(rows)) for rows in reader.chunks()])
 
 
 def tables(hidden: Float[Tensor, "token hidden"], head: Head, request: TableRequest) -> Tables:
@@ -77,16 +79,16 @@ def loss_and_gradient(
         bias_gradient: the same for the bias.
     """
     check_request(request, head, tokens=len(hidden))
-    reader = ChunkReader(hidden, head, request)
+    reader = ChunkReader(hidden, head, request, keeps_logits=True)
     sums = _HeadGradient(head, reader.dtype, weight=weight_gradient, bias=bias_gradient)
     hidden_gradient = torch.empty_like(hidden)
     total = torch.zeros((), dtype=reader.dtype, device=hidden.device)
     for rows in reader.chunks():
         reading = reader.read(rows)
-        value, gradients = _small_gradient(reader.tables(reading), reading, loss)
+        value, gradients = _small_gradient(reader.tables(reading), reading, loss, rows=rows)
         total += value
-        slope = reader.logit_gradient(reading, gradients)
-        hidden_gradient[rows] = _hidden_gradient(slope, head)
+        slope = reader.logit_gradient(reading, gradients, rows=rows)
+        hidden_gradient[rows] = hidden_slope(slope, head)
         sums.add(slope, reader.hidden(rows))
     sums.finish()
     return LossAndGradient(loss=total, hidden_gradient=hidden_gradient)
@@ -98,41 +100,27 @@ class _FusedTables(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, request: TableRequest
     ) -> tuple[Tensor | None, ...]:
         reader = ChunkReader(hidden, head, request)
-        ctx.readings = [reader.read(rows) for rows in reader.chunks()]
-        ctx.head, ctx.request = head, request
-        joined = _joined([reader.tables(reading) for reading in ctx.readings])
-        # Saved, so that a change of either before the backward pass is noticed.
+        readings = [reader.read(rows) for rows in reader.chunks()]
+        found = join([reader.tables(reading) for reading in readings])
+        ctx.head, ctx.request, ctx.reading = head, request, join(readings)
+        # Saved, so that a change of any before the backward pass is noticed.
         ctx.save_for_backward(hidden, weight, bias)
-        constants = [joined.support_ids, joined.teacher_logp, joined.best_ids]
+        constants = [found.support_ids, found.teacher_logp, found.best_ids]
         ctx.mark_non_differentiable(*[part for part in constants if part is not None])
         ctx.set_materialize_grads(False)
-        return tuple(getattr(joined, name) for name in Tables.__slots__)
+        return tuple(getattr(found, name) for name in Tables.__slots__)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        targets = [torch.empty_like(part) if wanted else None for part, wanted in zip(saved, needs, strict=True)]
         named = dict(zip(Tables.__slots__, incoming, strict=True))
-        named = {name: named[name] for name in DIFFERENTIABLE}
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head: Head = ctx.head
-        reader = ChunkReader(hidden, head, ctx.request)
-        weight_gradient = torch.zeros_like(weight) if needs_weight else None
-        bias_gradient = torch.zeros_like(bias) if needs_bias else None
-        sums = _HeadGradient(head, reader.dtype, weight=weight_gradient, bias=bias_gradient)
-        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
-        for reading in ctx.readings:
-            reader.project_again(reading)
-            rows = reading.rows
-            gradients = _row_gradients(
-                reading, **{name: part[rows] for name, part in named.items() if part is not None}
-            )
-            slope = reader.logit_gradient(reading, gradients)
-            if hidden_gradient is not None:
-                hidden_gradient[rows] = _hidden_gradient(slope, head)
-            sums.add(slope, reader.hidden(rows))
-        sums.finish()
-        return hidden_gradient, weight_gradient, bias_gradient, None, None
+        gradients = _row_gradients(ctx.reading, **{name: named[name] for name in DIFFERENTIABLE})
+        to = Targets(hidden=targets[0], weight=targets[1], bias=targets[2])
+        TileBackward(saved[0], ctx.head, ctx.request, ctx.reading).write(gradients, to=to)
+        return *targets, None, None
 
 
 class _HeadGradient:
@@ -160,13 +148,13 @@ class _HeadGradient:
 
 
 def _small_gradient(
-    small: Tables, reading: Reading, loss: Callable[[Tables, slice], Tensor]
+    small: Tables, reading: Reading, loss: Callable[[Tables, slice], Tensor], *, rows: slice
 ) -> tuple[Float[Tensor, ""], RowGradients]:
     """The chunk's loss, and its gradient on the chunk's tables."""
     named = {name: getattr(small, name) for name in DIFFERENTIABLE}
     leaves = {name: value.detach().requires_grad_() for name, value in named.items() if value is not None}
     with torch.enable_grad():
-        value = loss(replace(small, **leaves), reading.rows)
+        value = loss(replace(small, **leaves), rows)
     found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     return value.detach(), _row_gradients(reading, **dict(zip(leaves, found, strict=True)))
 
@@ -190,18 +178,3 @@ def _row_gradients(
         entropy=None if entropy is None else entropy.double(),
         divergence=None if divergence is None else divergence.double(),
     )
-
-
-def _hidden_gradient(slope: Float[Tensor, "row column"], head: Head) -> Float[Tensor, "row hidden"]:
-    gradient = slope.new_zeros(len(slope), head.weight.shape[1])
-    add_hidden_gradient(slope, head, out=gradient)
-    return gradient
-
-
-def _joined(parts: Sequence[Tables]) -> Tables:
-    """The tables of all chunks, in order."""
-    columns = {name: [getattr(part, name) for part in parts] for name in Tables.__slots__}
-    joined: dict[str, Any] = {
-        name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
-    }
-    return Tables(**joined)

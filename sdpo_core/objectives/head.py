@@ -7,7 +7,7 @@ Source: notation.md, "Fused head".
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -71,6 +71,21 @@ class Head:
         """What the chain rule through scale and temperature multiplies a gradient with (the cap aside)."""
         return self.logit_scale / self.temperature
 
+    @property
+    def cap(self) -> float | None:
+        """Bound of the logits."""
+        return None if self.soft_cap is None else self.soft_cap / self.temperature
+
+    def tile(self, columns: slice, *, dtype: torch.dtype) -> "Head":
+        """Some of the rows that are valid ids, as a head of its own in `dtype`."""
+        return replace(
+            self,
+            weight=self.weight.detach()[columns].to(dtype),
+            bias=None if self.bias is None else self.bias.detach()[columns].to(dtype),
+            vocab=columns.stop - columns.start,
+            group=None,
+        )
+
 
 def compute_dtype(hidden: Float[Tensor, "token hidden"], head: Head) -> torch.dtype:
     """The dtype of the projection and of all that follows: float32, or float64 where a side is.
@@ -92,10 +107,12 @@ def project(hidden: Float[Tensor, "row hidden"], head: Head, *, first: int, out:
         out.div_(head.soft_cap).tanh_().mul_(head.soft_cap / head.temperature)
 
 
-def add_hidden_gradient(gradient: Float[Tensor, "row column"], head: Head, *, out: Float[Tensor, "row hidden"]) -> None:
-    """out += slope * gradient W, over this process's valid ids."""
-    for columns, weight in _parts(head, first=0, stop=head.width, dtype=gradient.dtype):
-        out.addmm_(gradient[:, columns], weight, alpha=head.slope)
+def hidden_slope(slope: Float[Tensor, "row column"], head: Head) -> Float[Tensor, "row hidden"]:
+    """The gradient on the hidden states, from that on the logits of this process's valid ids."""
+    result = slope.new_zeros(len(slope), head.weight.shape[1])
+    for columns, weight in _parts(head, first=0, stop=head.width, dtype=slope.dtype):
+        result.addmm_(slope[:, columns], weight, alpha=head.slope)
+    return result
 
 
 def _parts(head: Head, *, first: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -38,6 +38,7 @@ def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "small chunks":
         monkeypatch.setattr(chunk_reader, "CHUNK_NUMBERS", 2 * chunks.spare_width(16))
         monkeypatch.setattr(chunk_reader, "TILE_COLUMNS", 5)
+        monkeypatch.setattr(chunk_reader, "TILE_ROWS", 3)
         monkeypatch.setattr(chunks, "BLOCK_NUMBERS", 3 * 11)
 
 

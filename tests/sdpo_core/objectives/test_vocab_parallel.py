@@ -53,7 +53,7 @@ def test_every_process_finds_the_oracles_numbers(size: int, tmp_path: Path) -> N
 def work_in_parallel(path: Path, group: ProcessGroup) -> None:
     """All checks of one process: a start costs more than they do."""
     chunk_reader.CHUNK_NUMBERS = 2 * chunks.spare_width(8)
-    chunk_reader.TILE_COLUMNS = 1
+    chunk_reader.TILE_COLUMNS, chunk_reader.TILE_ROWS = 1, 3
     for name, (small, loss, slopes) in pickle.loads(path.read_bytes()).items():  # noqa: S301 (the parent's own file)
         check_case(CASES[name].filled(), small, loss, slopes, group=group)
     check_ties(group)
