@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check mutants secrets bench-peer lock clean
+.PHONY: demo test check mutants secrets bench bench-peer lock clean
 
 demo: $(READY)  ## train experiment e001 and write results/e001/results.md
 	@$(BIN)/sdpo run e001
@@ -38,6 +38,9 @@ mutants: $(READY)  ## put known bugs into copies of the code: each must make a t
 
 secrets: $(READY)  ## no key or password in a tracked file
 	@git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook --no-verify --baseline .secrets.baseline
+
+bench: $(READY)  ## time and memory of the losses, beside dense ones (docs/lab-log.md); an hour
+	@$(BIN)/python -m benchmarks.loss
 
 bench-peer: $(READY)  ## a step of GRPO and SDPO beside TRL's: CPU time and memory (docs/parity.md)
 	@$(BIN)/python -m benchmarks.peer_trl
