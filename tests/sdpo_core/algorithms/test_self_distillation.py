@@ -208,7 +208,7 @@ def test_step_without_context_trains_and_commits_nothing(make: Make, base: Base)
 def test_metrics_are_sums_over_tokens_not_means_of_means(make: Make) -> None:
     """Contract 20: two optimizer steps of unlike sizes add up token by token."""
     setting = make()
-    sums = {"tokens": 1.0, "cells": 2.0, "tail": 0.5, "trained_tokens": 1.0, "entropy": 6.0, "clipped_fraction": 1.0}
+    sums = {"tokens": 1.0, "cells": 4.0, "tail": 0.5, "trained_tokens": 1.0, "entropy": 6.0, "clipped_fraction": 1.0}
     names = ("divergence", "kl_reverse", "kl_forward", "student_coverage", "teacher_coverage")
     updates = [
         UpdateStats(loss=0.0, grad_norm=1.0, sums=sums | dict.fromkeys(names, 4.0)),
@@ -221,7 +221,7 @@ def test_metrics_are_sums_over_tokens_not_means_of_means(make: Make) -> None:
     assert metrics["distill/divergence"] == 1.5
     assert metrics["distill/teacher_coverage"] == 1.5
     assert metrics["distill/clipped_fraction"] == 0.5
-    assert metrics["distill/tail_share"] == 0.25
+    assert metrics["distill/tail_share"] == 0.125
     assert metrics["train/entropy"] == 2.0
     assert metrics["cost/ema_updates"] == 1
 
