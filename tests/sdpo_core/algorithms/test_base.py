@@ -10,7 +10,8 @@ from sdpo_core.algorithm_specs import GrpoSpec
 from sdpo_core.algorithms.base import deal, minibatches, row_weights
 from sdpo_core.backends.base import TokenRow, TrainRow
 from sdpo_core.specs import CellSpec
-from tests.sdpo_core.algorithms.groups import assert_gradients, make_setting, three_groups
+from tests.sdpo_core.algorithms.dense import assert_gradients
+from tests.sdpo_core.algorithms.groups import make_setting, three_groups
 from tests.sdpo_core.micro import Base
 
 # Five rollouts dealt to two mini-batches: 0, 2, 4 and 1, 3. The third carries no term.

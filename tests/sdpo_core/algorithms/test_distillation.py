@@ -12,18 +12,15 @@ from sdpo_core.backends.base import TrainRow
 from sdpo_core.records import Group
 from sdpo_core.specs import CellSpec
 from tests.oracles import policy
+from tests.sdpo_core.algorithms.dense import DenseModel, clipped, divergence_terms, weighed
 from tests.sdpo_core.algorithms.groups import (
-    DenseModel,
     RowLoss,
     Setting,
     assert_step,
     batch_bytes,
-    clipped,
-    divergence_terms,
     make_setting,
     three_groups,
     token_mean,
-    weighed,
 )
 from tests.sdpo_core.algorithms.teachers import WireTeacher
 from tests.sdpo_core.algorithms.test_policy_gradient import GRPO_CLIPS, opd, task_advantages

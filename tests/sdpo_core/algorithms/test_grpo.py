@@ -8,10 +8,10 @@ from sdpo_core.backends.base import TrainRow
 from sdpo_core.records import Group
 from sdpo_core.specs import CellSpec
 from tests.oracles import policy
+from tests.sdpo_core.algorithms.dense import clipped
 from tests.sdpo_core.algorithms.groups import (
     assert_policy_step,
     by_response,
-    clipped,
     make_setting,
     scores_of,
     sequence_mean,

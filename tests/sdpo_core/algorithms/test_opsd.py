@@ -11,16 +11,8 @@ from sdpo_core.errors import DataError
 from sdpo_core.records import Group, Message
 from sdpo_core.specs import CellSpec
 from tests.oracles import policy
-from tests.sdpo_core.algorithms.groups import (
-    DenseModel,
-    assert_step,
-    batch_bytes,
-    divergence_terms,
-    make_setting,
-    three_groups,
-    token_mean,
-    weighed,
-)
+from tests.sdpo_core.algorithms.dense import DenseModel, divergence_terms, weighed
+from tests.sdpo_core.algorithms.groups import assert_step, batch_bytes, make_setting, three_groups, token_mean
 from tests.sdpo_core.micro import Base, make_problem
 
 

@@ -14,19 +14,16 @@ from sdpo_core.errors import DataError
 from sdpo_core.records import Group
 from sdpo_core.specs import CellSpec
 from tests.oracles import policy, returns
+from tests.sdpo_core.algorithms.dense import DenseModel, clipped, divergence_terms, weighed
 from tests.sdpo_core.algorithms.groups import (
-    DenseModel,
     assert_policy_step,
     assert_step,
     by_response,
-    clipped,
-    divergence_terms,
     make_setting,
     responses,
     scores_of,
     three_groups,
     token_mean,
-    weighed,
     with_sampling,
 )
 from tests.sdpo_core.micro import Base

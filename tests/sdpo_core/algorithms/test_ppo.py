@@ -12,17 +12,8 @@ from sdpo_core.errors import DataError
 from sdpo_core.records import Group
 from sdpo_core.specs import CellSpec
 from tests.oracles import policy, returns
-from tests.sdpo_core.algorithms.groups import (
-    Setting,
-    assert_gradients,
-    by_response,
-    clipped,
-    make_setting,
-    responses,
-    scores_of,
-    three_groups,
-    weighed,
-)
+from tests.sdpo_core.algorithms.dense import assert_gradients, clipped, weighed
+from tests.sdpo_core.algorithms.groups import Setting, by_response, make_setting, responses, scores_of, three_groups
 from tests.sdpo_core.micro import Base
 
 SETTINGS: dict[str, Any] = {"discount": 0.9, "trace_decay": 0.8, "value_coefficient": 0.7}

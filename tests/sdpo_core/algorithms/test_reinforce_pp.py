@@ -7,10 +7,10 @@ import pytest
 from sdpo_core.backends.base import TrainRow
 from sdpo_core.specs import CellSpec
 from tests.oracles import policy, returns
+from tests.sdpo_core.algorithms.dense import clipped
 from tests.sdpo_core.algorithms.groups import (
     assert_policy_step,
     by_response,
-    clipped,
     make_setting,
     responses,
     scores_of,

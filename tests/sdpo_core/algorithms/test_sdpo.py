@@ -11,16 +11,8 @@ from sdpo_core.backends.base import TokenRow, TrainRow
 from sdpo_core.records import Group
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.context import TeacherContext, teacher_messages
-from tests.sdpo_core.algorithms.groups import (
-    TEMPERATURE,
-    DenseModel,
-    RowLoss,
-    Setting,
-    assert_step,
-    divergence_terms,
-    make_group,
-    make_setting,
-)
+from tests.sdpo_core.algorithms.dense import TEMPERATURE, DenseModel, divergence_terms
+from tests.sdpo_core.algorithms.groups import RowLoss, Setting, assert_step, make_group, make_setting
 from tests.sdpo_core.micro import Base
 
 FULL = {"support": "full", "top_k": None}

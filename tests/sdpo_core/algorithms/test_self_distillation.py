@@ -13,19 +13,8 @@ from sdpo_core.errors import CellError
 from sdpo_core.records import Group
 from sdpo_core.specs import CellSpec
 from tests.oracles import distributions, policy
-from tests.sdpo_core.algorithms.groups import (
-    DenseModel,
-    Setting,
-    assert_step,
-    by_response,
-    cell_terms,
-    cells_at,
-    clipped,
-    make_group,
-    make_setting,
-    scores_of,
-    weighed,
-)
+from tests.sdpo_core.algorithms.dense import DenseModel, cell_terms, cells_at, clipped, weighed
+from tests.sdpo_core.algorithms.groups import Setting, assert_step, by_response, make_group, make_setting, scores_of
 from tests.sdpo_core.algorithms.teachers import WireTeacher
 from tests.sdpo_core.micro import Base
 
