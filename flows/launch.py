@@ -35,6 +35,8 @@ def quiet_environment() -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SCHEDULER_EVENTS": "0",
+        # All cells of a matrix are queued at once; by default Ray fails a job that waits for more than 15 minutes.
+        "RAY_JOB_START_TIMEOUT_SECONDS": str(365 * 24 * 3600),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -161,6 +161,9 @@ def _train_cells(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
             send_cells(fingerprints, home=home, tracking_uri=uri, experiment=matrix.declared.name, final=False)
             next_send = time.monotonic() + _SEND_SECONDS
     progress.tick()
+    for future in futures:
+        if not future.state.is_completed():
+            _log.error("%s", future.state.message)
 
 
 def _any_pending(futures: list[Any]) -> bool:
