@@ -26,6 +26,7 @@ class Case:
     width: int = 3
     top_k: int = 0
     support: list[list[int]] | None = None
+    best: int = 0
     has_entropy: bool = False
     has_teacher: bool = False
     full: FullDivergence | None = None
@@ -87,6 +88,8 @@ class Case:
         if self.has_support:
             ids = self.support if self.support is not None else oracle.ranked_ids(z, k=self.top_k)
             found |= {"support_ids": ids, "support_logp": oracle.cells(p, ids)}
+            if self.best:
+                found["best_ids"] = oracle.ranked_ids(z, k=self.best)
             if self.has_teacher or self.full:
                 found["teacher_logp"] = oracle.cells(q, ids)
         if self.has_entropy:
@@ -141,7 +144,7 @@ class Case:
         return TableRequest(
             own_ids=torch.from_numpy(self.numbers["own"]),
             support_ids=None if self.support is None else torch.tensor(self.support),
-            top_k=self.top_k,
+            top_k=self.top_k or self.best,
             entropy=self.has_entropy,
             teacher=teacher if self.has_teacher or self.full else None,
             full=self.full,
@@ -186,7 +189,7 @@ def agree_all(found: Tables, expected: dict[str, object], *, relative: float) ->
     """Every table is there exactly when it is expected, and as expected."""
     for name in Tables.__slots__:
         value = getattr(found, name)
-        if name == "support_ids" and value is not None:
+        if name.endswith("_ids") and value is not None:
             assert value.tolist() == expected[name]
         elif name in expected:
             agree(value, expected[name], relative=relative)
