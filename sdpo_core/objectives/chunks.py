@@ -171,7 +171,8 @@ def over_group(part: Partial, *, group: ProcessGroup | None) -> Partial:
     """What the columns of all processes say: one MAX and one SUM."""
     highest = all_max(part.highest, group=group)
     part = _at(part, highest)
-    total = all_sum(torch.cat([part.picked, torch.stack([part.mass, part.moment], dim=1)], dim=1), group=group)
+    packed = torch.cat([part.picked, torch.stack([part.mass, part.moment], dim=1)], dim=1)
+    total = all_sum(packed, group=group)
     return Partial(picked=total[:, :-2], highest=highest, mass=total[:, -2], moment=total[:, -1])
 
 

@@ -35,8 +35,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="normaliser of one shard only (gradient 1/TP)",
         source="HJSang/slime 1, commit a8e67bf; contract 13",
         file=f"{OBJECTIVES}/chunks.py",
-        find="total = all_sum(torch.stack(sums).sum(dim=0), group=group)",
-        replace="total = torch.stack(sums).sum(dim=0)",
+        find="total = all_sum(packed, group=group)",
+        replace="total = packed",
         tests=PARALLEL,
     ),
     Mutant(

@@ -22,10 +22,10 @@ from sdpo_core.backends.hf_model import HfModel
 from sdpo_core.objectives.advantages import STD_FLOOR, group_advantages
 from sdpo_core.objectives.kl_terms import score_function_loss
 from sdpo_core.objectives.policy_loss import importance_weight
-from sdpo_core.objectives.support import bucket_logps_of_logits
 from tests.parity import ours
 from tests.parity.cases import gap, make_case, slope_gap
 from tests.parity.peer import make_trainer, peer_loss
+from tests.sdpo_core.objectives.tensors import table_of_logits
 
 EXACT = 1e-11
 POLICY: dict[str, Any] = {"distillation_weight": 0.0, "epsilon": 0.2, "epsilon_high": 0.28}
@@ -110,7 +110,7 @@ def test_peer_holds_the_tail_above_1e_7(tail: float) -> None:
     """Four equal ids and one other; below 1e-7 the peer's tail is a constant, ours keeps value and gradient."""
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, math.log(4 * tail / (1 - tail))]], dtype=torch.float64)
     logits.requires_grad_()
-    own = bucket_logps_of_logits(logits, torch.tensor([[0, 1, 2, 3]]), temperature=1.0)[0, -1]
+    own = table_of_logits(logits, torch.tensor([[0, 1, 2, 3]]), temperature=1.0)[0, -1]
     theirs = add_tail_bucket(logits.log_softmax(dim=1)[:, :4])[0, -1]
     slopes = [torch.autograd.grad(value, logits, retain_graph=True)[0][0, -1].item() for value in (own, theirs)]
     assert own.item() == pytest.approx(math.log(tail), rel=1e-13)

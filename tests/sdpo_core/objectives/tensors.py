@@ -1,14 +1,27 @@
-"""What the objectives' tests say often: float64 tensors, and the gradient of a value."""
+"""What the objectives' tests say often: float64 tensors, tables of given logits, and the gradient of a value."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sdpo_core.objectives.fused import tables
+from sdpo_core.objectives.head import Head
+from sdpo_core.objectives.tables import TableRequest
+
 
 def double(values: Sequence[object], *, requires_grad: bool = False) -> Tensor:
     """A float64 tensor of (nested) numbers."""
     return torch.tensor(values, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def table_of_logits(logits: Tensor, ids: Tensor, *, temperature: float) -> Tensor:
+    """The table of finite logits, differentiable in them: they are the hidden states of a head that is the identity."""
+    head = Head(weight=torch.eye(logits.shape[1], dtype=logits.dtype), temperature=temperature, vocab=logits.shape[1])
+    own = torch.zeros(len(logits), dtype=torch.int64)
+    found = tables(logits, head, TableRequest(own_ids=own, support_ids=ids)).support_logp
+    assert found is not None
+    return found
 
 
 def gradient(value: Tensor, *, at: Tensor) -> Tensor:

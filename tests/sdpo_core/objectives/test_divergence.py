@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sdpo_core.errors import DataError, SpecError
 from sdpo_core.objectives.divergence import bucket_divergence, tail_share
-from sdpo_core.objectives.support import bucket_logps_of_logits, top_ids
+from sdpo_core.objectives.support import top_ids
 from tests.oracles import distributions
-from tests.sdpo_core.objectives.tensors import depends, double, gradient
+from tests.sdpo_core.objectives.tensors import depends, double, gradient, table_of_logits
 
 STUDENT = [2.0, 1.0, 0.5, 0.0, -1.0, -2.0]
 TEACHER = [0.5, 2.0, 0.0, 0.5, -1.5, -2.0]
@@ -36,8 +36,8 @@ def divergence_of_logits(student: Tensor, teacher: Tensor, *, k: int, alpha: flo
     """The objective as an algorithm composes it: student's support, both tables, divergence."""
     ids = top_ids(student, k=k)
     return bucket_divergence(
-        bucket_logps_of_logits(student, ids, temperature=temperature),
-        bucket_logps_of_logits(teacher, ids, temperature=temperature),
+        table_of_logits(student, ids, temperature=temperature),
+        table_of_logits(teacher, ids, temperature=temperature),
         alpha=alpha,
     )
 
@@ -140,7 +140,7 @@ def test_bucket_divergence_is_not_negative_and_at_most_the_full_one(case: Case, 
 @settings(max_examples=40, deadline=None)
 def test_bucket_divergence_and_its_gradient_are_exactly_0_of_equal_rows(case: Case, alpha: float) -> None:
     student = torch.tensor(case[0], dtype=torch.float32, requires_grad=True)
-    table = bucket_logps_of_logits(student, top_ids(student, k=case[2]), temperature=1.0)
+    table = table_of_logits(student, top_ids(student, k=case[2]), temperature=1.0)
     values = bucket_divergence(table, table, alpha=alpha)
     assert (values == 0).all()
     slope = gradient(values, at=student)
@@ -160,8 +160,8 @@ def test_bucket_divergence_of_different_rows_is_positive(level: float, gap: floa
 def test_bucket_divergence_is_symmetric_at_one_half(case: Case) -> None:
     student, teacher = double(case[0]), double(case[1])
     ids = top_ids(student, k=case[2])
-    first = bucket_logps_of_logits(student, ids, temperature=1.0)
-    second = bucket_logps_of_logits(teacher, ids, temperature=1.0)
+    first = table_of_logits(student, ids, temperature=1.0)
+    second = table_of_logits(teacher, ids, temperature=1.0)
     there, back = bucket_divergence(first, second, alpha=0.5), bucket_divergence(second, first, alpha=0.5)
     assert torch.allclose(there, back, rtol=0, atol=1e-15)
     assert (there <= math.log(2) + 1e-15).all()
@@ -254,8 +254,8 @@ def test_bucket_divergence_refuses_an_infinite_kl(alpha: float, empty_side: str)
 def test_bucket_divergence_of_the_whole_vocabulary_has_no_tail_term() -> None:
     student = double([STUDENT], requires_grad=True)
     ids = torch.arange(6)[None]
-    ours = bucket_logps_of_logits(student, ids, temperature=1.0)
-    theirs = bucket_logps_of_logits(double([TEACHER]), ids, temperature=1.0)
+    ours = table_of_logits(student, ids, temperature=1.0)
+    theirs = table_of_logits(double([TEACHER]), ids, temperature=1.0)
     for alpha in ALPHAS:
         assert tail_share(ours, theirs, alpha=alpha).tail == 0
         assert torch.isfinite(gradient(bucket_divergence(ours, theirs, alpha=alpha), at=student)).all()
@@ -315,8 +315,8 @@ def test_bucket_divergence_of_no_token_is_empty() -> None:
 def test_tail_share_is_the_oracles_and_its_total_is_the_divergence(case: Case, alpha: float) -> None:
     student_rows, teacher_rows, k = case
     ids = top_ids(double(student_rows), k=k)
-    ours = bucket_logps_of_logits(double(student_rows), ids, temperature=1.0)
-    theirs = bucket_logps_of_logits(double(teacher_rows), ids, temperature=1.0)
+    ours = table_of_logits(double(student_rows), ids, temperature=1.0)
+    theirs = table_of_logits(double(teacher_rows), ids, temperature=1.0)
     sums = tail_share(ours, theirs, alpha=alpha)
     rows = []
     for first, second in zip(student_rows, teacher_rows, strict=True):
@@ -343,8 +343,8 @@ def test_tail_share_of_a_hand_worked_row() -> None:
 def test_tail_share_of_micro_batches_adds_up_and_has_no_gradient() -> None:
     student = double([STUDENT, TEACHER, STUDENT[::-1]], requires_grad=True)
     ids = torch.tensor([[0, 1]] * 3)
-    ours = bucket_logps_of_logits(student, ids, temperature=1.0)
-    theirs = bucket_logps_of_logits(double([TEACHER, STUDENT, TEACHER]), ids, temperature=1.0)
+    ours = table_of_logits(student, ids, temperature=1.0)
+    theirs = table_of_logits(double([TEACHER, STUDENT, TEACHER]), ids, temperature=1.0)
     whole = tail_share(ours, theirs, alpha=0.5)
     first, rest = tail_share(ours[:1], theirs[:1], alpha=0.5), tail_share(ours[1:], theirs[1:], alpha=0.5)
     assert (first.tail + rest.tail).item() == pytest.approx(whole.tail.item(), abs=1e-15)
@@ -363,8 +363,8 @@ def test_tail_share_of_rows_that_agree_to_rounding_is_a_share(alpha: float) -> N
     """Cells of 1e-19 whose rounding, 1e-17, has either sign."""
     student = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ids = torch.tensor([[0, 1]] * 30)
-    ours = bucket_logps_of_logits(student, ids, temperature=1.0)
-    theirs = bucket_logps_of_logits(student + 1e-9 * student.flip(0), ids, temperature=1.0)
+    ours = table_of_logits(student, ids, temperature=1.0)
+    theirs = table_of_logits(student + 1e-9 * student.flip(0), ids, temperature=1.0)
     for row in range(30):
         sums = tail_share(ours[row : row + 1], theirs[row : row + 1], alpha=alpha)
         assert 0 <= sums.tail <= sums.total

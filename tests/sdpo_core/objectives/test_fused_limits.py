@@ -17,7 +17,7 @@ from sdpo_core.objectives.fused import loss_and_gradient, score_tables, tables
 from sdpo_core.objectives.head import Head
 from sdpo_core.objectives.tables import TableRequest, TeacherStates
 from tests.sdpo_core.objectives.fused_cases import Case
-from tests.sdpo_core.objectives.tensors import gradient
+from tests.sdpo_core.objectives.tensors import double, gradient
 
 FULL = FullDivergence(alpha=0.5)
 TABLES = Case(top_k=3, has_teacher=True, has_entropy=True, tokens=60, vocab=500, padded=512, width=7)
@@ -210,6 +210,23 @@ def test_a_tail_far_below_float32_resolution_is_kept_with_its_gradient() -> None
     # 4e-6: the ulp of float32 at 40.
     assert found[0, 1].item() == pytest.approx(math.log(2) - 40, abs=4e-6)
     assert gradient(found[0, 1], at=weight)[:, 0].tolist() == pytest.approx([-1.0, 0.5, 0.5], rel=4e-6)
+
+
+def test_excluded_columns_leave_an_empty_tail_and_finite_gradients() -> None:
+    """A bias of -inf takes an id out: with the two others in the support nothing is left."""
+    bias = double([0.0, 0.0, -math.inf, -math.inf])
+    weight = double([[1.0], [0.0], [3.0], [4.0]], requires_grad=True)
+    request = TableRequest(own_ids=torch.tensor([1]), support_ids=torch.tensor([[0, 1]]), entropy=True)
+    found = tables(double([[1.0]]), Head(weight=weight, bias=bias, temperature=1.0, vocab=4), request)
+    assert found.support_logp is not None
+    assert found.entropy is not None
+    assert found.support_logp[0, -1] == -torch.inf
+    # 1 / (1 + e) = 0.26894: the first slope is 1 - p_0, the second -p_1; the entropy's is p_0 p_1 (z_1 - z_0).
+    assert gradient(found.support_logp[0, 0], at=weight)[:, 0].tolist() == pytest.approx(
+        [0.2689414213699951, -0.2689414213699951, 0.0, 0.0], abs=1e-15
+    )
+    slope = 0.2689414213699951 * (1 - 0.2689414213699951)
+    assert gradient(found.entropy, at=weight)[:, 0].tolist() == pytest.approx([-slope, slope, 0.0, 0.0], abs=1e-15)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
