@@ -20,8 +20,8 @@ from sdpo_core.objectives.vocab_parallel import all_sum
 class FullDivergence:
     """Whole-vocabulary divergence from the teacher. alpha as in `bucket_divergence`.
 
-    `entry_clip` bounds each entry's term before the sum; None: no bound. Logits must be finite: with a column that a bias
-    of -inf excludes, a row comes out as NaN.
+    `entry_clip` bounds each entry's term before the sum; None: no bound. Logits must be finite: where a bias of -inf
+    excludes a column, the row comes out as NaN.
     """
 
     alpha: float
