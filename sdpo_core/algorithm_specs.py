@@ -270,6 +270,12 @@ class PpoSpec(PolicySpec):
     value_clip: PositiveFloat | None = 0.2
     value_coefficient: PositiveFloat = 0.5
 
+    @model_validator(mode="after")
+    def _values_are_of_the_task(self) -> "PpoSpec":
+        is_alone = self.opd is not None and self.opd.only
+        refuse(["opd alone with a value head, which learns from the rewards that are left out"] if is_alone else [])
+        return self
+
 
 class DemonstrationSpec(Spec):
     """Which successful sibling is shown, and what of its text.

@@ -56,18 +56,18 @@ def ask(questions: Sequence[TeacherQuestion], *, divergence: DivergenceSpec | No
             f"teacher: got {len(answers)} answers to {len(questions)} questions, expected one each. "
             "Look at the teacher's log."
         )
-    checked = [
-        _checked(question, answer, support=support, top_k=top_k)
+    answered = [
+        check_answer(question, answer, support=support, top_k=top_k)
         for question, answer in zip(questions, answers, strict=True)
     ]
-    failures = [answer for answer in checked if isinstance(answer, TeacherFailure)]
-    fraction = len(failures) / len(checked) if checked else 0.0
+    failures = [answer for answer in answered if isinstance(answer, TeacherFailure)]
+    fraction = len(failures) / len(answered) if answered else 0.0
+    scores = tuple(None if isinstance(answer, TeacherFailure) else answer for answer in answered)
     if fraction > life.max_failed_fraction:
         raise CellError(
-            f"teacher: got no scores for {len(failures)} of {len(checked)} rollouts (the first: {failures[0].reason}), "
+            f"teacher: got no scores for {len(failures)} of {len(scores)} rollouts (the first: {failures[0].reason}), "
             f"expected at most a fraction of {life.max_failed_fraction}. Look at the teacher, or allow more in the arm."
         )
-    scores = tuple(None if isinstance(answer, TeacherFailure) else answer for answer in checked)
     return Answers(
         scores=scores,
         metrics={
@@ -80,7 +80,7 @@ def ask(questions: Sequence[TeacherQuestion], *, divergence: DivergenceSpec | No
     )
 
 
-def _checked(
+def check_answer(
     question: TeacherQuestion, answer: TeacherScores | TeacherFailure, *, support: Support | None, top_k: int
 ) -> TeacherScores | TeacherFailure:
     """The answer, if it fits its question; NaN is a failure, another shape or other ids an error."""

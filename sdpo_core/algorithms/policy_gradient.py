@@ -15,7 +15,16 @@ from torch import Tensor
 
 from sdpo_core.algorithm_specs import PolicySpec, SampledTermSpec
 from sdpo_core.algorithms.base import Batch, StepTools, minibatches, row_weights, token_row
-from sdpo_core.algorithms.distillation import Answers, ask, follow, present, sampled_kl, student_width, update_metrics
+from sdpo_core.algorithms.distillation import (
+    Answers,
+    ask,
+    check_answer,
+    follow,
+    present,
+    sampled_kl,
+    student_width,
+    update_metrics,
+)
 from sdpo_core.algorithms.objective import DivergenceTerm, PolicyTerm, SampledKlTerm, Surrogate, Term, TermSum, summed
 from sdpo_core.backends.base import RowScores, TeacherQuestion, TeacherScores, TokenRow, TrainRow, UpdateStats
 from sdpo_core.errors import CellError, DataError
@@ -125,7 +134,8 @@ class PolicyGradient:
         if not is_asked and self._spec.minibatches == 1:
             return None
         divergence = None if self._spec.opd is None else self._spec.opd.divergence
-        return tools.student.score(rows, top_k=student_width(divergence))
+        with tools.phases.phase("teacher"):
+            return tools.student.score(rows, top_k=student_width(divergence))
 
     def _teacher_answers(
         self,
@@ -141,14 +151,19 @@ class PolicyGradient:
             return None
         assert scores is not None
         limit = tools.spec.training.max_prompt_tokens
-        questions = []
-        for index, row in enumerate(rows):
-            problem = groups[index // len(groups[0].members)].problem
-            prompt = teacher_prompt(problem, None, text=tools.text, limit=limit)
+        prompts = []
+        for group in groups:
+            prompt = teacher_prompt(group.problem, None, text=tools.text, limit=limit)
             if prompt is None:
-                raise DataError(f"{problem.id}: got a prompt of more than {limit} tokens. Raise max_prompt_tokens.")
-            ids = scores[index].support_ids if student_width(opd.divergence) else None
-            questions.append(question(prompt, row, text=tools.text, student_ids=ids))
+                raise DataError(
+                    f"{group.problem.id}: got a prompt of more than {limit} tokens. Raise max_prompt_tokens."
+                )
+            prompts += [prompt] * len(group.members)
+        has_ids = student_width(opd.divergence) > 0
+        questions = [
+            question(prompt, row, text=tools.text, student_ids=own.support_ids if has_ids else None)
+            for prompt, row, own in zip(prompts, rows, scores, strict=True)
+        ]
         return ask(questions, divergence=opd.divergence, tools=tools)
 
     def _advantages(
@@ -277,7 +292,11 @@ def _anchor_logps(rows: Sequence[TokenRow], *, tools: StepTools) -> list[np.ndar
         return None
     anchor = present(tools.anchor)
     with tools.phases.phase("teacher"):
-        answers = anchor.score([TeacherQuestion(row=row) for row in rows], support=None, top_k=0)
+        questions = [TeacherQuestion(row=row) for row in rows]
+        answers = anchor.score(questions, support=None, top_k=0)
+    if len(answers) == len(questions):
+        pairs = zip(questions, answers, strict=True)
+        answers = tuple(check_answer(asked, answer, support=None, top_k=0) for asked, answer in pairs)
     failed = [answer.reason for answer in answers if isinstance(answer, TeacherFailure)]
     if failed or len(answers) != len(rows):
         raise CellError(

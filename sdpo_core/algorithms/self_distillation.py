@@ -74,7 +74,7 @@ class SelfDistillation:
             objective=self._objective(),
             metrics={
                 **answers.metrics,
-                **_context_metrics(groups, candidates, num_rejected=num_rejected),
+                **_context_metrics(groups, candidates, answers=answers, num_rejected=num_rejected),
             },
             notes={
                 (c.group, c.member): TeacherNote(teacher_prompt=c.prompt.text, demonstrator=c.context.demonstrator)
@@ -195,13 +195,14 @@ class SelfDistillation:
 
 
 def _context_metrics(
-    groups: Sequence[Group], candidates: Sequence[_Candidate], *, num_rejected: int
+    groups: Sequence[Group], candidates: Sequence[_Candidate], *, answers: Answers, num_rejected: int
 ) -> dict[str, float | None]:
+    scored = sum(scores is not None for scores in answers.scores)
     rollouts = sum(len(group.members) for group in groups)
     demos = sum(candidate.context.demonstration is not None for candidate in candidates)
     trained_groups = {candidate.group for candidate in candidates}
     return {
-        "feedback/effective_fraction": len(candidates) / rollouts,
+        "feedback/effective_fraction": scored / rollouts,
         "feedback/from_demo_fraction": demos / rollouts,
         "feedback/no_context_fraction": 1 - len(candidates) / rollouts,
         "feedback/cut_fraction": sum(candidate.prompt.is_cut for candidate in candidates) / rollouts,

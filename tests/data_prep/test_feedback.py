@@ -7,6 +7,7 @@ import pytest
 
 from data_prep.feedback import quote
 from data_prep.graders.table import grade
+from sdpo_core.records import Problem
 from tests.data_prep.problems import mcq, spell, tool_call
 
 
@@ -75,7 +76,7 @@ WRONG_MCQ = [
 
 def _rows(prepared, task):
     """All shipped rows of a task, each prompt once."""
-    rows = {}
+    rows: dict[tuple[object, str], Problem] = {}
     for data in prepared.values():
         for problems in data.problems.values():
             rows |= {(problem.prompt, problem.label): problem for problem in problems if problem.task == task}

@@ -81,7 +81,11 @@ def test_scores_are_means_over_problems_and_samples(base: Base) -> None:
 
 def test_accuracy_of_the_parts_that_problems_differ_in(base: Base) -> None:
     """4, 1 and 0 of 4 samples are right; one task and one data set divide nothing, a missing detail has no part."""
-    details = ({"task": "sum", "stem_disjoint": True}, {"task": "sum", "stem_disjoint": False}, {"stem_disjoint": True})
+    details: tuple[dict[str, object], ...] = (
+        {"task": "sum", "stem_disjoint": True},
+        {"task": "sum", "stem_disjoint": False},
+        {"stem_disjoint": True},
+    )
     problems = [replace(make_problem(i, split="dev"), details=detail) for i, detail in enumerate(details)]
     problems[1] = replace(problems[1], domain="physics")
     scores, _ = run(base, problems=problems)
