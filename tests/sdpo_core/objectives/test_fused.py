@@ -139,18 +139,20 @@ def test_a_hand_worked_token() -> None:
     assert head.weight.grad[:, 0].tolist() == pytest.approx([-0.4, 0.45, -0.2, 0.15], abs=1e-15)
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 64, 300])
+@pytest.mark.parametrize("k", [1, 2, 5, 64, 700])
 def test_top_k_puts_equal_logits_in_the_order_of_their_ids(k: int) -> None:
-    """Logits of a few levels over five lanes, all equal, and excluded ones: as the oracle sorts them."""
+    """Logits of a few levels over eleven lanes, all equal, excluded ones, a high one late: as the oracle sorts them."""
     rng = np.random.default_rng(k)
-    levels = rng.integers(-1, 2, size=(6, 300)).astype(float)
+    levels = rng.integers(-1, 2, size=(6, 700)).astype(float)
     levels[1] = 0.0
     levels[2, 70:] = -np.inf
-    levels[3] = np.arange(300) // 100
+    levels[3] = np.arange(700) // 100
+    levels[4] = 0.0
+    levels[4, 660] = 1.0
     expected = [distributions.ranked_ids(list(row), k=k) for row in levels]
     # Row i of the hidden states picks logits i; its bias is none, so the weight is the logits.
     picked = torch.from_numpy(np.nan_to_num(levels, neginf=-1e300))
-    head = Head(weight=picked.T.contiguous(), temperature=1.0, vocab=300)
+    head = Head(weight=picked.T.contiguous(), temperature=1.0, vocab=700)
     own = torch.zeros(6, dtype=torch.int64)
     found = score_tables(torch.eye(6, dtype=torch.float64), head, TableRequest(own_ids=own, top_k=k))
     assert found.support_ids is not None
