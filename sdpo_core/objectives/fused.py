@@ -103,8 +103,10 @@ class _FusedTables(torch.autograd.Function):
         readings = [reader.read(rows) for rows in reader.chunks()]
         found = join([reader.tables(reading) for reading in readings])
         ctx.head, ctx.request, ctx.reading = head, request, join(readings)
-        # Saved, so that a change of any before the backward pass is noticed.
-        ctx.save_for_backward(hidden, weight, bias)
+        # What is projected anew is saved, so that a change of it before the backward pass is noticed.
+        teacher = request.teacher if request.full is not None else None
+        seen = () if teacher is None else (teacher.hidden, teacher.head.weight, teacher.head.bias)
+        ctx.save_for_backward(hidden, weight, bias, *seen)
         constants = [found.support_ids, found.teacher_logp, found.best_ids]
         ctx.mark_non_differentiable(*[part for part in constants if part is not None])
         ctx.set_materialize_grads(False)
@@ -113,7 +115,7 @@ class _FusedTables(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors[:3]
         needs = ctx.needs_input_grad[:3]
         targets = [torch.empty_like(part) if wanted else None for part, wanted in zip(saved, needs, strict=True)]
         named = dict(zip(Tables.__slots__, incoming, strict=True))

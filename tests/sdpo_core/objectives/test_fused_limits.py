@@ -254,12 +254,14 @@ def test_a_nan_among_logits_that_are_ranked_is_refused() -> None:
         score_tables(torch.ones(1, 1), head, TableRequest(own_ids=torch.tensor([0]), top_k=1))
 
 
-def test_a_weight_changed_before_the_backward_pass_is_noticed() -> None:
-    case = GIVEN.filled()
-    head = case.head()
-    loss = case.loss(tables(case.tensor("hidden").requires_grad_(), head, case.request()), slice(None))
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_a_weight_changed_before_the_backward_pass_is_noticed(whose: str) -> None:
+    case = WHOLE.filled()
+    head, request = case.head(), case.request()
+    assert request.teacher is not None
+    loss = case.loss(tables(case.tensor("hidden").requires_grad_(), head, request), slice(None))
     with torch.no_grad():
-        head.weight.add_(1.0)
+        (head if whose == "student" else request.teacher.head).weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
