@@ -178,8 +178,8 @@ def times(forms: Sequence[str], problem: Problem, *, rounds: int) -> dict[str, l
         slopes.append(problem.hidden.grad)
     for form, slope in zip(forms, slopes, strict=True):
         error = float((slope - slopes[0]).norm() / slopes[0].norm())
-        # The cheap tail of the dense forms alone costs 1e-5.
-        if not error < 1e-4:
+        # Plain float32: the cheap tail costs the dense forms 1e-5, plain sums over the whole vocabulary 1.5e-4.
+        if not error < 1e-3:
             raise ArithmeticError(f"loss: got a gradient of {form} that is {error:.1e} from that of {forms[0]}.")
     found: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
     for _ in range(rounds):
