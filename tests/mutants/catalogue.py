@@ -221,7 +221,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file=f"{CORE}/cell.py",
         find='return {name: worker for name, worker in self.named().items() if name != "anchor"}',
         replace='return {name: worker for name, worker in self.named().items() if name == "student"}',
-        tests=(f"{TESTS}/test_cell.py",),
+        tests=(f"{TESTS}/test_cell_resume.py",),
     ),
     Mutant(
         name="teacher commits although nothing was trained",
