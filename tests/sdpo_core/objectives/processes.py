@@ -1,12 +1,16 @@
 """Runs a function in several processes that form a gloo group; what one raises, the caller raises."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import spawn
+
+# How long a process waits for the others in one call: a failing test should fail, not hang for gloo's half hour.
+MEET_SECONDS = 120
 
 Work = Callable[[ProcessGroup], None]
 
@@ -19,7 +23,9 @@ def run_processes(work: Work, *, size: int, folder: Path) -> None:
 def join_group(rank: int, work: Work, size: int, store: str) -> None:
     """The life of one process of the group."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=Path(store).as_uri(), rank=rank, world_size=size, timeout=timedelta(seconds=MEET_SECONDS)
+    )
     try:
         group = dist.group.WORLD
         if group is None:
