@@ -284,7 +284,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="prompts of unlike headers accepted",
         source="siyan-zhao/OPSD 3, 10, 16; contract 4",
         file=f"{CORE}/teacher/request.py",
-        find="if not header or ids[-len(header) :] != header:",
+        find="if not header or end != header:",
         replace="if False:",
         tests=REQUESTS,
     ),
