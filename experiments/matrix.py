@@ -199,6 +199,8 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
             engine=profile.engine,
             dtype=profile.dtype,
             threads_per_worker=profile.threads_per_worker,
+            layout=profile.layout,
+            scorer_layout=profile.scorer_layout or profile.layout,
         )
     except ValidationError as error:
         reasons = ", ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())

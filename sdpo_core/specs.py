@@ -18,10 +18,12 @@ from sdpo_core.algorithm_specs import (
     SdpoSpec,
     TeacherSpec,
 )
+from sdpo_core.layout import LayoutSpec
 from sdpo_core.metrics import Trait
 from sdpo_core.spec_base import Fraction, Spec, refuse
 
 FeedbackLevel = Literal["none", "diagnostic", "reveal"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 class TokenizerSpec(Spec):
@@ -134,7 +136,10 @@ class EvaluationSpec(Spec):
 
 
 class CellSpec(Spec):
-    """One cell: data set x arm x seed under one profile, with every number resolved."""
+    """One cell: data set x arm x seed under one profile, with every number resolved.
+
+    `layout` is the student's, `scorer_layout` that of its teacher and its anchor.
+    """
 
     dataset: str
     task: str
@@ -149,8 +154,10 @@ class CellSpec(Spec):
     evaluation: EvaluationSpec
     backend: str = "hf"
     engine: str = "local"
-    dtype: Literal["float32"] = "float32"
+    dtype: Dtype = "float32"
     threads_per_worker: PositiveInt = 1
+    layout: LayoutSpec = LayoutSpec()
+    scorer_layout: LayoutSpec = LayoutSpec()
 
     @property
     def opd(self) -> OpdSpec | None:
@@ -224,6 +231,9 @@ class CellSpec(Spec):
         longest = max(training.max_prompt_tokens, training.max_teacher_prompt_tokens) + training.max_response_tokens
         if longest > positions:
             faults.append(f"prompts and responses of up to {longest} tokens for {positions} positions of the base")
+        for cut in {self.layout.tensor, self.scorer_layout.tensor}:
+            if self.base.shape.intermediate_size % cut:
+                faults.append(f"intermediate_size {self.base.shape.intermediate_size} for tensor {cut}")
         refuse([*faults, *self._teacher_faults(longest)])
         return self
 
@@ -270,15 +280,20 @@ class TaskProfile(Spec):
 
 
 class ProfileSpec(Spec):
-    """Model, backend, scale and hardware. `tasks` maps a kind of task to its numbers."""
+    """Model, backend, scale and hardware. `tasks` maps a kind of task to its numbers.
+
+    `scorer_layout`: of teachers and anchors; None: as the student's.
+    """
 
     name: str
     meaning: str
     tasks: dict[str, TaskProfile]
     backend: str = "hf"
     engine: str = "local"
-    dtype: Literal["float32"] = "float32"
+    dtype: Dtype = "float32"
     threads_per_worker: PositiveInt = 1
+    layout: LayoutSpec = LayoutSpec()
+    scorer_layout: LayoutSpec | None = None
     cpus_per_cell: PositiveInt = 1
     gpus_per_cell: int = Field(default=0, ge=0, le=2)
 
