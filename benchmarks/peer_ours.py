@@ -9,7 +9,7 @@ import torch
 from benchmarks.peer_case import ALPHA, EMA_RATE, LEARNING_RATE, TOP_K, Case, Run, answer, problem, questions, reward
 from sdpo_core.algorithms.table import algorithm
 from sdpo_core.backends.base import WeightsAt
-from sdpo_core.backends.hf_model import peak_memory_bytes
+from sdpo_core.backends.memory import peak_memory_bytes
 from sdpo_core.records import Verdict
 from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer

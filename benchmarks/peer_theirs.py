@@ -12,7 +12,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.peer_case import ALPHA, EMA_RATE, LEARNING_RATE, TOP_K, Case, Run, answer, problem, questions, reward
-from sdpo_core.backends.hf_model import peak_memory_bytes
+from sdpo_core.backends.memory import peak_memory_bytes
 from sdpo_core.teacher.context import TeacherContext, teacher_messages
 
 

@@ -7,19 +7,19 @@ that is about a quarter of the tokens of running every row whole.
 
 import hashlib
 import os
-import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from sdpo_core.backends.base import TokenRow, WorkerFacts
+from sdpo_core.backends.base import Projection, TokenRow, WorkerFacts
+from sdpo_core.backends.memory import memory_kind
+from sdpo_core.backends.row_model import HeldStates
 from sdpo_core.errors import DataError
 from sdpo_core.objectives.head import Head
 
@@ -39,8 +39,11 @@ class Prefix:
 class HfModel:
     """A causal model of a Hugging Face folder on one device, dropout off.
 
-    `weights_version` counts how often this object's weights have changed.
+    `weights_version` counts how often this object's weights have changed. `value_head`: see `add_value_head`.
     """
+
+    # One process holds all tokens.
+    counts_whole_rows = True
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, valid_vocab: int) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -49,6 +52,7 @@ class HfModel:
         torch.nn.Module.to(self.model, device).train(False)
         self.device = device
         self.weights_version = 0
+        self.value_head: torch.nn.Linear | None = None
         if valid_vocab > len(self.head):
             raise DataError(
                 f"HfModel: got a tokenizer of {valid_vocab} ids and a head of {len(self.head)} rows in {folder}, "
@@ -56,6 +60,12 @@ class HfModel:
             )
         self._valid_vocab = valid_vocab
         self._max_positions = int(self.model.config.max_position_embeddings)
+
+    def add_value_head(self) -> None:
+        """A linear map of the states. Values start at 0, the same for every seed."""
+        self.value_head = torch.nn.Linear(self.head.shape[1], 1, device=self.device, dtype=self.head.dtype)
+        for parameter in self.value_head.parameters():
+            torch.nn.init.zeros_(parameter)
 
     @property
     def soft_cap(self) -> float | None:
@@ -72,6 +82,28 @@ class HfModel:
             vocab=self._valid_vocab,
             logit_scale=float(getattr(self.model.config, "logit_scale", None) or 1.0),
             soft_cap=self.soft_cap,
+        )
+
+    def whole_projection(self) -> Projection:
+        head = self.projection_head(temperature=1.0)
+        # A copy: in one process it would change under its holder with the next commit, at the version it had.
+        return Projection(
+            weight=head.weight.detach().to("cpu", copy=True),
+            bias=None if head.bias is None else head.bias.detach().to("cpu", copy=True),
+            logit_scale=head.logit_scale,
+            soft_cap=head.soft_cap,
+            vocab=head.vocab,
+            version=self.weights_version,
+        )
+
+    def head_of(self, projection: Projection, *, temperature: float) -> Head:
+        return Head(
+            weight=projection.weight.to(self.device),
+            bias=None if projection.bias is None else projection.bias.to(self.device),
+            temperature=temperature,
+            vocab=projection.vocab,
+            logit_scale=projection.logit_scale,
+            soft_cap=projection.soft_cap,
         )
 
     @property
@@ -149,6 +181,26 @@ class HfModel:
         is_response = steps < torch.tensor(lengths, device=self.device)[:, None]
         return hidden[is_response]
 
+    def plan(self, rows: Sequence[TokenRow], *, max_tokens: int) -> list[list[int]]:
+        return list(microbatches(rows, max_tokens=max_tokens))
+
+    def held_states(self, rows: Sequence[TokenRow], *, replicated: bool = False) -> HeldStates:
+        states = self.response_states(rows)
+        tokens = torch.arange(len(states), device=self.device)
+        return HeldStates(hidden=states, tokens=tokens, replicated=states if replicated else None)
+
+    def whole_rows(self, columns: Mapping[str, Tensor], *, held: Int[Tensor, " held"], total: int) -> dict[str, Tensor]:
+        return dict(columns)
+
+    def gathered(
+        self, columns: Mapping[str, Tensor], *, numbers: Int[Tensor, " held"], total: int
+    ) -> dict[str, Tensor]:
+        order = numbers.argsort()
+        return {name: column[order] for name, column in columns.items()}
+
+    def added(self, amounts: Mapping[str, float]) -> dict[str, float]:
+        return dict(amounts)
+
     def check_length(self, tokens: int, *, where: str) -> None:
         """Raise DataError when a sequence does not fit the model's positions."""
         if tokens > self._max_positions:
@@ -191,7 +243,7 @@ class HfModel:
         return WorkerFacts(
             pid=os.getpid(),
             weights_sha256=weights_sha256(self.weights()),
-            memory_kind="accelerator" if self.device.type == "cuda" else "resident",
+            memory_kind=memory_kind(self.device),
         )
 
 
@@ -211,22 +263,6 @@ def microbatches(rows: Sequence[TokenRow], *, max_tokens: int) -> Iterator[list[
         yield batch
 
 
-def own_ids(rows: Sequence[TokenRow], *, device: torch.device) -> Int[Tensor, " token"]:
-    """The responses' own tokens, flattened."""
-    return torch.tensor([token for row in rows for token in row.response_ids], device=device)
-
-
-def split_rows(columns: Mapping[str, Tensor], lengths: Sequence[int]) -> Iterator[dict[str, np.ndarray]]:
-    """Per-token columns of a micro-batch as the arrays of each row; floats leave as float32."""
-    cuts = np.cumsum(lengths)[:-1]
-    parts = {
-        name: np.split((column.float() if column.is_floating_point() else column).cpu().numpy(), cuts)
-        for name, column in columns.items()
-    }
-    for index in range(len(lengths)):
-        yield {name: arrays[index] for name, arrays in parts.items()}
-
-
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     """SHA-256 over names and bytes, in name order."""
     total = hashlib.sha256()
@@ -234,17 +270,6 @@ def weights_sha256(weights: Mapping[str, Tensor]) -> str:
         total.update(name.encode())
         total.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak of the accelerator's memory where there is one, else of this process's resident memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    if status.exists():
-        # VmHWM starts afresh with the program; ru_maxrss is inherited from the process that forked it.
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _expand(values: Float[Tensor, "prompt head position dim"], counts: Sequence[int]) -> Tensor:

@@ -51,7 +51,7 @@ class RowModel(Protocol):
 
     def projection_head(self, *, temperature: float) -> Head: ...
 
-    def whole_projection(self, *, temperature: float) -> Projection:
+    def whole_projection(self) -> Projection:
         """The projection of all ids, on the CPU; a copy."""
         ...
 

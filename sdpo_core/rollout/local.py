@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sdpo_core.backends.base import Policy
-from sdpo_core.backends.hf import HfPolicy
 from sdpo_core.backends.hf_model import HfModel
+from sdpo_core.backends.policy import ModelPolicy
 from sdpo_core.errors import SpecError
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
@@ -20,9 +20,10 @@ from sdpo_core.text import ChatTokenizer
 
 def load_engine(spec: CellSpec, *, policy: Policy, end_id: int) -> "LocalEngine":
     """The engine that samples with the very weights `policy` trains."""
-    if not isinstance(policy, HfPolicy):
+    if not isinstance(policy, ModelPolicy) or not isinstance(policy.model, HfModel):
+        found = type(policy.model if isinstance(policy, ModelPolicy) else policy).__name__
         raise SpecError(
-            f"load_engine: got a {type(policy).__name__} for engine 'local', expected backend 'hf'. "
+            f"load_engine: got a {found} for engine 'local', expected the HfModel of backend 'hf'. "
             "Choose an engine of that backend in the profile."
         )
     return LocalEngine(policy.model, end_id=end_id, max_tokens=spec.training.microbatch_tokens)

@@ -198,13 +198,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="denominators of a micro-batch",
         source="huggingface/trl 6006, modelscope/ms-swift 10117; contract 19",
-        file=f"{CORE}/backends/hf.py",
-        find="        return float(result.loss), sums\n",
-        replace="        states.grad = None\n"
-        "        for parameter in self._parameters.values():\n"
-        "            if parameter.grad is not None:\n"
-        "                parameter.grad /= len(rows)\n"
-        "        return float(result.loss), sums\n",
+        file=f"{CORE}/backends/policy.py",
+        find="            return losses.loss.sum()\n",
+        replace="            return losses.loss.sum() / len(rows)\n",
         tests=(f"{TESTS}/backends/test_hf.py",),
     ),
     Mutant(
@@ -234,7 +230,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="teacher at temperature 1",
         source="THUDM/slime 2085, verl 5592; contract 6",
-        file=f"{CORE}/backends/hf_scorer.py",
+        file=f"{CORE}/backends/scorer.py",
         find="heads = [part.model.projection_head(temperature=self._temperature) for part in self._parts]",
         replace="heads = [part.model.projection_head(temperature=1.0) for part in self._parts]",
         tests=(f"{TESTS}/backends", f"{TESTS}/teacher/test_schedule.py", *ARMS),

@@ -18,9 +18,9 @@ from sdpo_core.algorithms.base import row_weights
 from sdpo_core.algorithms.policy_gradient import with_teacher
 from sdpo_core.algorithms.sdpo import sdpo
 from sdpo_core.backends.base import TeacherQuestion, TokenRow, TrainRow
-from sdpo_core.backends.hf import HfPolicy
+from sdpo_core.backends.hf import hf_policy
 from sdpo_core.backends.hf_model import HfModel
-from sdpo_core.backends.hf_scorer import HfScorer, Part
+from sdpo_core.backends.scorer import ModelScorer, Part
 from sdpo_core.specs import OptimizerSpec
 from sdpo_core.text import ChatTokenizer
 from tests.parity.peer import make_folder, make_trainer
@@ -97,8 +97,8 @@ def our_gradient(folder: Path, teacher_folder: Path, *, alpha: float, temperatur
     )
     # A norm that clips nothing: the gradients stay where they are after the update.
     optimizer = OptimizerSpec(learning_rate=1e-3, max_grad_norm=1e9)
-    policy = HfPolicy(student, optimizer=optimizer, temperature=temperature, max_tokens=50)
-    scorer = HfScorer([Part(model=teacher, share=1.0)], temperature=temperature, max_tokens=50)
+    policy = hf_policy(student, optimizer, temperature=temperature, max_tokens=50)
+    scorer = ModelScorer([Part(model=teacher, share=1.0)], temperature=temperature, max_tokens=50)
     spec = SdpoSpec(teacher=TeacherSpec(schedule="static"), divergence=DivergenceSpec(alpha=alpha, top_k=K))
     rows = make_rows(context=0)
     scores = policy.score(rows, top_k=K)

@@ -11,7 +11,8 @@ from torch import Tensor
 from sdpo_core.algorithms.base import Algorithm, Batch, StepTools
 from sdpo_core.algorithms.table import algorithm
 from sdpo_core.backends.base import TrainRow, UpdateStats
-from sdpo_core.backends.hf import HfPolicy
+from sdpo_core.backends.hf import HfOptimizer
+from sdpo_core.backends.policy import ModelPolicy
 from sdpo_core.cell import Workers
 from sdpo_core.phases import PhaseClock
 from sdpo_core.records import GradedRollout, Group
@@ -39,8 +40,8 @@ class Setting:
         return algorithm(self.spec)
 
     @property
-    def policy(self) -> HfPolicy:
-        policy: HfPolicy = self.workers.student._policy  # type: ignore[attr-defined]
+    def policy(self) -> ModelPolicy:
+        policy: ModelPolicy = self.workers.student._policy  # type: ignore[attr-defined]
         return policy
 
     def tools(self, *, step: int = 1) -> StepTools:
@@ -74,7 +75,9 @@ class Setting:
 
     def gradient(self) -> dict[str, Tensor]:
         """What the last update left behind; not clipped, since the settings' limit is out of reach."""
-        return {name: p.grad.clone() for name, p in self.policy._parameters.items() if p.grad is not None}
+        optimizer = self.policy.optimizer
+        assert isinstance(optimizer, HfOptimizer)
+        return {name: p.grad.clone() for name, p in optimizer.parameters.items() if p.grad is not None}
 
 
 def make_setting(

@@ -28,7 +28,7 @@ class ValueHead:
 
     @classmethod
     def of(cls, setting: Setting) -> "ValueHead":
-        head = setting.policy._value_head
+        head = setting.policy.model.value_head
         assert head is not None
         return cls(
             weight=head.weight.detach().double().requires_grad_(), bias=head.bias.detach().double().requires_grad_()
@@ -50,7 +50,7 @@ class Target:
 
 def fill_value_head(setting: Setting) -> None:
     """Values that differ by token."""
-    head = setting.policy._value_head
+    head = setting.policy.model.value_head
     assert head is not None
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sdpo_core.algorithms.objective import ClippedSurrogate, PolicyTerm, Term, TermSum, ValueTerm
 from sdpo_core.backends.base import TokenBatch, TokenLosses, TokenRow, TrainRow, WholeVocabulary
-from sdpo_core.backends.hf import HfPolicy
+from sdpo_core.backends.hf import HfOptimizer, hf_policy
 from sdpo_core.backends.hf_model import weights_sha256
+from sdpo_core.backends.policy import ModelPolicy
 from sdpo_core.errors import CellError, DataError
 from sdpo_core.specs import OptimizerSpec
 from tests.oracles import distributions
@@ -47,14 +48,12 @@ def make_policy(
     dtype: torch.dtype = torch.float32,
     optimizer: OptimizerSpec | None = None,
     has_value_head: bool = False,
-) -> HfPolicy:
-    return HfPolicy(
-        load_model(base.folder, dtype=dtype),
-        optimizer=optimizer or OptimizerSpec(learning_rate=1e-2),
-        temperature=TEMPERATURE,
-        max_tokens=max_tokens,
-        has_value_head=has_value_head,
-    )
+) -> ModelPolicy:
+    model = load_model(base.folder, dtype=dtype)
+    if has_value_head:
+        model.add_value_head()
+    spec = optimizer or OptimizerSpec(learning_rate=1e-2)
+    return hf_policy(model, spec, temperature=TEMPERATURE, max_tokens=max_tokens)
 
 
 def train_rows(rows: list[TokenRow] | None = None) -> list[TrainRow]:
@@ -69,9 +68,10 @@ def train_rows(rows: list[TokenRow] | None = None) -> list[TrainRow]:
     ]
 
 
-def gradient(policy: HfPolicy) -> dict[str, Tensor]:
+def gradient(policy: ModelPolicy) -> dict[str, Tensor]:
     """What the last update left behind, before clipping would have scaled it: the tests' norms are not clipped."""
-    return {name: p.grad.clone() for name, p in policy._parameters.items() if p.grad is not None}
+    assert isinstance(policy.optimizer, HfOptimizer)
+    return {name: p.grad.clone() for name, p in policy.optimizer.parameters.items() if p.grad is not None}
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
@@ -103,7 +103,7 @@ def test_scores_are_those_of_plain_forwards(base: Base, top_k: int) -> None:
 def test_values_are_those_of_the_head_on_the_policys_states(base: Base) -> None:
     policy, rows = make_policy(base, has_value_head=True, max_tokens=40), ragged_rows()
     assert all(score.values is not None and not score.values.any() for score in policy.score(rows, top_k=0))
-    head = policy._value_head
+    head = policy.model.value_head
     assert head is not None
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-1, 1, 32)[None])

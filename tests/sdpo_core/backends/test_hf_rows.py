@@ -20,7 +20,7 @@ from sdpo_core.algorithms.objective import (
     ValueTerm,
 )
 from sdpo_core.backends.base import TokenBatch, TokenLosses, TrainRow, WholeVocabulary
-from sdpo_core.backends.hf_scorer import HfScorer, Part
+from sdpo_core.backends.scorer import ModelScorer, Part
 from sdpo_core.errors import DataError
 from sdpo_core.objectives import chunk_reader
 from sdpo_core.objectives.chunks import spare_width
@@ -59,10 +59,10 @@ class Watching:
         return self._objective.token_losses(batch)
 
 
-def full_rows(base: Base) -> tuple[list[TrainRow], HfScorer]:
+def full_rows(base: Base) -> tuple[list[TrainRow], ModelScorer]:
     """Rows with every field, of which a third has no teacher's states, and the teacher they are of."""
     rng = np.random.default_rng(7)
-    scorer = HfScorer([Part(model=load_model(base.folder), share=1.0)], temperature=TEMPERATURE, max_tokens=9999)
+    scorer = ModelScorer([Part(model=load_model(base.folder), share=1.0)], temperature=TEMPERATURE, max_tokens=9999)
     rows = []
     for index, row in enumerate(train_rows()):
         size = len(row.row.response_ids)

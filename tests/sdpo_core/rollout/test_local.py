@@ -1,18 +1,20 @@
 """The local engine: inverse-transform oracle, log-probabilities of the policy, independence of neighbours."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
 from sdpo_core import random_streams
 from sdpo_core.backends.base import TokenRow
-from sdpo_core.backends.hf import HfPolicy
+from sdpo_core.backends.hf import hf_policy
+from sdpo_core.backends.row_model import RowModel
 from sdpo_core.errors import DataError, SpecError
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.local import LocalEngine, _draw, load_engine
 from sdpo_core.specs import CellSpec, OptimizerSpec
-from sdpo_core.workers import StudentWorker
 from tests.sdpo_core.micro import Base, load_model, make_spec, ragged_rows
 
 END = 258  # the end token of the byte tokenizer
@@ -83,12 +85,8 @@ def test_sampling_logps_are_the_policys(base: Base) -> None:
     """Sampler and trainer see one distribution: log-probabilities agree to float32 rounding."""
     temperature = 0.7
     found = make_engine(base).generate(requests(), sampling=Sampling(temperature=temperature, max_response_tokens=6))
-    policy = HfPolicy(
-        load_model(base.folder),
-        optimizer=OptimizerSpec(learning_rate=1e-3),
-        temperature=temperature,
-        max_tokens=10_000,
-    )
+    optimizer = OptimizerSpec(learning_rate=1e-3)
+    policy = hf_policy(load_model(base.folder), optimizer, temperature=temperature, max_tokens=10_000)
     rows = [TokenRow(prompt_ids=rollout.prompt_ids, response_ids=rollout.response_ids) for rollout in found]
     for rollout, score in zip(found, policy.score(rows, top_k=0), strict=True):
         np.testing.assert_allclose(rollout.sampling_logps, score.logps, rtol=0, atol=1e-5)
@@ -191,7 +189,8 @@ def test_request_without_a_whole_prompt_is_refused() -> None:
 
 
 def test_local_engine_refuses_another_backend(base: Base, cell_spec: CellSpec) -> None:
-    """A worker that wraps a policy offers what a policy does, but no model to sample from."""
-    spec = make_spec(cell_spec)
-    with pytest.raises(SpecError, match="got a StudentWorker for engine 'local'"):
-        load_engine(spec, policy=StudentWorker(spec, folder=base.folder, device="cpu"), end_id=END)
+    """Another kind of model offers no continuation of a prompt."""
+    policy = hf_policy(load_model(base.folder), OptimizerSpec(learning_rate=1.0), temperature=1.0, max_tokens=1)
+    policy.model = Mock(spec=RowModel)
+    with pytest.raises(SpecError, match="got a Mock for engine 'local', expected the HfModel"):
+        load_engine(make_spec(cell_spec), policy=policy, end_id=END)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sdpo_core.algorithm_specs import Support
 from sdpo_core.backends.base import TeacherQuestion, TokenRow
 from sdpo_core.backends.hf_model import HfModel
-from sdpo_core.backends.hf_scorer import HfScorer, Part, union_ids
+from sdpo_core.backends.scorer import ModelScorer, Part, union_ids
 from sdpo_core.errors import DataError, SpecError
 from sdpo_core.objectives.fused import score_tables
 from sdpo_core.objectives.head import Head
@@ -34,10 +34,10 @@ def noisy(base: Base) -> dict[str, Tensor]:
     return {name: value + 0.05 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
 
 
-def make_scorer(base: Base, *shares: float, max_tokens: int = 40) -> HfScorer:
+def make_scorer(base: Base, *shares: float, max_tokens: int = 40) -> ModelScorer:
     """One copy of the base a share; the last one has other weights."""
     parts = [Part(model=load_model(base.folder), share=share) for share in shares or (1.0,)]
-    scorer = HfScorer(parts, temperature=TEMPERATURE, max_tokens=max_tokens)
+    scorer = ModelScorer(parts, temperature=TEMPERATURE, max_tokens=max_tokens)
     if len(parts) > 1:
         scorer.blend(noisy(base), rate=1.0)
     return scorer
@@ -169,7 +169,7 @@ def test_mixture_follows_with_its_last_part_alone(base: Base, tmp_path: Path) ->
     first = scorer._parts[0].model.facts()
     assert scorer.facts().weights_sha256 != first.weights_sha256 == load_model(base.folder).facts().weights_sha256
     scorer.save(tmp_path)
-    again = HfScorer(
+    again = ModelScorer(
         [Part(model=load_model(base.folder), share=share) for share in (0.75, 0.25)],
         temperature=TEMPERATURE,
         max_tokens=40,
@@ -191,6 +191,7 @@ def test_mixture_takes_bias_and_scale_along(base: Base) -> None:
     logits = torch.zeros(())
     for number, part in enumerate(scorer._parts):
         # A model's own forward knows its bias, and no scale.
+        assert isinstance(part.model, HfModel)
         part.model.model.get_output_embeddings().bias = torch.nn.Parameter(torch.linspace(number, -1, 262))
         part.model.model.config.logit_scale = 0.5
         with torch.no_grad():
@@ -208,8 +209,8 @@ def test_mixture_of_capped_logits_is_refused(base: Base) -> None:
         model.model.config.final_logit_softcapping = 30.0
     parts = [Part(model=model, share=0.5) for model in models]
     with pytest.raises(SpecError, match=r"logits are capped at 30\.0"):
-        HfScorer(parts, temperature=TEMPERATURE, max_tokens=40)
-    HfScorer([Part(model=models[0], share=1.0)], temperature=TEMPERATURE, max_tokens=40)
+        ModelScorer(parts, temperature=TEMPERATURE, max_tokens=40)
+    ModelScorer([Part(model=models[0], share=1.0)], temperature=TEMPERATURE, max_tokens=40)
 
 
 @pytest.mark.parametrize("support", ["student", "union"])
