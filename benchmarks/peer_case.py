@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from sdpo_core.base_specs import TokenizerSpec
 from sdpo_core.records import Message, Problem
-from sdpo_core.specs import TokenizerSpec
 from sdpo_core.text import ChatTokenizer, build_tokenizer
 
 WORDS = ("sun", "river", "window", "candle", "forest", "marble", "thunder", "pocket")

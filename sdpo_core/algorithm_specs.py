@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from sdpo_core.base_specs import ModelName, Sha256
 from sdpo_core.spec_base import Fraction, Spec, refuse
 
 ContextPolicy = Literal["error", "drop", "poll"]
@@ -35,8 +36,8 @@ class FolderWeights(Spec):
     """
 
     kind: Literal["folder"] = "folder"
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    name: ModelName
+    sha256: Sha256
 
 
 class CheckpointWeights(Spec):

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sdpo_core.base_specs import AnyBaseSpec
 from sdpo_core.errors import SpecError
-from sdpo_core.specs import BaseSpec, CellSpec
+from sdpo_core.layout import LayoutSpec
+from sdpo_core.spec_base import Spec
+from sdpo_core.specs import CellSpec
 
 # Raise it when a change of code alters numbers under an unchanged spec; cells of another version are `stale`.
 NUMERICS_VERSION = 2
@@ -20,6 +23,10 @@ NUMERICS_VERSION = 2
 WARMUP_VERSION = 1
 
 _HEX_DIGITS = 20
+# Fields that declarations got later, with the value that all earlier ones had. Where they have it they are left out, so
+# that what a store holds from before is still known by its fingerprint.
+_PLAIN = LayoutSpec().model_dump(mode="json")
+_LATER = (("kind", "warmed_up"), ("layout", _PLAIN), ("scorer_layout", _PLAIN))
 
 
 def canonical_json(value: Any) -> str:
@@ -44,9 +51,9 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def base_fingerprint(spec: BaseSpec, *, data_digests: Mapping[str, str]) -> str:
+def base_fingerprint(spec: AnyBaseSpec, *, data_digests: Mapping[str, str]) -> str:
     """Fingerprint of base weights: the recipe and the data sets it is warmed up on (name to digest)."""
-    return digest({"base": spec.model_dump(mode="json"), "data": dict(data_digests), "warm-up": WARMUP_VERSION})
+    return digest({"base": _content(spec), "data": dict(data_digests), "warm-up": WARMUP_VERSION})
 
 
 def cell_fingerprint(
@@ -60,10 +67,20 @@ def cell_fingerprint(
     """Fingerprint of a cell. `teacher_digest`: of the weights of `teacher_base`, for a cell that has one."""
     return digest(
         {
-            "spec": spec.model_dump(mode="json"),
+            "spec": _content(spec),
             "data": data_digest,
             "base": base_digest,
             "teacher": teacher_digest,
             "numerics": numerics_version,
         }
     )
+
+
+def _content(spec: Spec) -> Any:
+    return _without_later(spec.model_dump(mode="json"))
+
+
+def _without_later(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_later(inner) for name, inner in value.items() if (name, inner) not in _LATER}

@@ -18,78 +18,13 @@ from sdpo_core.algorithm_specs import (
     SdpoSpec,
     TeacherSpec,
 )
+from sdpo_core.base_specs import AnyBaseSpec
 from sdpo_core.layout import LayoutSpec
 from sdpo_core.metrics import Trait
 from sdpo_core.spec_base import Fraction, Spec, refuse
 
 FeedbackLevel = Literal["none", "diagnostic", "reveal"]
 Dtype = Literal["float32", "bfloat16"]
-
-
-class TokenizerSpec(Spec):
-    """Vocabulary of a model the project makes itself: bytes, or a BPE learned from the warm-up prompts.
-
-    `phrases`: texts that are one token each. The sentences that frame every prompt carry no information between
-    prompts; as single tokens they leave a small model's few positions to what differs.
-    """
-
-    kind: Literal["byte", "bpe"]
-    vocab_size: PositiveInt | None = None
-    phrases: tuple[str, ...] = ()
-
-    @model_validator(mode="after")
-    def _bpe_has_a_size(self) -> "TokenizerSpec":
-        if (self.kind == "bpe") != (self.vocab_size is not None):
-            raise ValueError("vocab_size belongs to kind 'bpe' and to no other")
-        return self
-
-    @property
-    def largest_size(self) -> int:
-        """Ids the vocabulary has at most: 256 bytes, three special tokens and the phrases, or what BPE may learn."""
-        return (259 if self.vocab_size is None else self.vocab_size) + len(self.phrases)
-
-
-class ShapeSpec(Spec):
-    """Size of a Qwen3-shaped model."""
-
-    hidden_size: PositiveInt
-    num_layers: PositiveInt
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    intermediate_size: PositiveInt
-    max_positions: PositiveInt
-
-
-class WarmupSpec(Spec):
-    """Supervised warm-up that makes a base model.
-
-    The two shares are of examples with the plain prompt and with a demonstration; the rest shows feedback.
-    """
-
-    steps: PositiveInt
-    examples_per_step: PositiveInt
-    learning_rate: PositiveFloat
-    lr_warmup_steps: int = Field(ge=0)
-    plain_share: Fraction
-    demonstration_share: Fraction
-    seed: int
-
-    @model_validator(mode="after")
-    def _shares_fit(self) -> "WarmupSpec":
-        if self.plain_share + self.demonstration_share > 1 + 1e-9:
-            raise ValueError("plain_share and demonstration_share add up to more than 1")
-        return self
-
-
-class BaseSpec(Spec):
-    """How the base weights come to be. `datasets`: whose prompts the tokenizer and the warm-up see."""
-
-    name: str
-    datasets: tuple[str, ...]
-    tokenizer: TokenizerSpec
-    shape: ShapeSpec
-    warmup: WarmupSpec
 
 
 class OptimizerSpec(Spec):
@@ -147,8 +82,8 @@ class CellSpec(Spec):
     profile: str
     seed: int
     algorithm: AlgorithmSpec
-    base: BaseSpec
-    teacher_base: BaseSpec | None = None
+    base: AnyBaseSpec
+    teacher_base: AnyBaseSpec | None = None
     optimizer: OptimizerSpec
     training: TrainingSpec
     evaluation: EvaluationSpec
@@ -224,8 +159,8 @@ class CellSpec(Spec):
                 f"{training.rollouts_per_problem} rollout a problem for {self.algorithm.name}, which compares at least "
                 f"{self.algorithm.min_rollouts}"
             )
-        if self.divergence is not None and (self.divergence.top_k or 0) > self.base.tokenizer.largest_size:
-            faults.append(f"top_k {self.divergence.top_k} for a vocabulary of {self.base.tokenizer.largest_size} ids")
+        if self.divergence is not None and (self.divergence.top_k or 0) > self.base.largest_vocab:
+            faults.append(f"top_k {self.divergence.top_k} for a vocabulary of {self.base.largest_vocab} ids")
         if (self.teacher is not None and self.teacher.weights == "profile") != (self.teacher_base is not None):
             faults.append("teacher_base belongs to teacher weights 'profile': the profile names a teacher model")
         longest = max(training.max_prompt_tokens, training.max_teacher_prompt_tokens) + training.max_response_tokens
@@ -272,8 +207,8 @@ class ProbeSpec(Spec):
 class TaskProfile(Spec):
     """What a profile fixes for one kind of task. `teacher_base`: the model of arms whose teacher is another one."""
 
-    base: BaseSpec
-    teacher_base: BaseSpec | None = None
+    base: AnyBaseSpec
+    teacher_base: AnyBaseSpec | None = None
     optimizer: OptimizerSpec
     training: TrainingSpec
     evaluation: EvaluationSpec

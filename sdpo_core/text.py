@@ -10,9 +10,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from sdpo_core.base_specs import TokenizerSpec
 from sdpo_core.errors import DataError, SpecError
 from sdpo_core.records import Message
-from sdpo_core.specs import TokenizerSpec
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 

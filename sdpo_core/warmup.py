@@ -15,9 +15,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from sdpo_core import random_streams
 from sdpo_core.backends.base import TokenRow
 from sdpo_core.backends.hf_model import HfModel, microbatches, weights_sha256
+from sdpo_core.base_specs import BaseSpec
 from sdpo_core.errors import CellError
 from sdpo_core.records import Message, WarmupExample
-from sdpo_core.specs import BaseSpec
 from sdpo_core.teacher.context import TeacherContext, teacher_messages
 from sdpo_core.text import ChatTokenizer, build_tokenizer
 

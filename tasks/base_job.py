@@ -20,12 +20,13 @@ import numpy as np
 from data_prep.warmups.base import Shares
 from data_prep.warmups.table import warmup, warmup_examples
 from sdpo_core import random_streams
+from sdpo_core.base_specs import BaseSpec
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Store, read_json, write_json
 from sdpo_core.probe import probe
 from sdpo_core.records import Problem, WarmupExample
 from sdpo_core.rollout.local import engine_of_folder
-from sdpo_core.specs import BaseSpec, ProbeSpec
+from sdpo_core.specs import ProbeSpec
 from sdpo_core.text import ChatTokenizer
 from sdpo_core.warmup import warm_up
 from tasks.cell_data import grade_at, split

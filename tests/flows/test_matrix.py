@@ -4,8 +4,9 @@ from pathlib import Path
 
 from experiments.matrix import Selection
 from flows.matrix import Matrix, load_matrix
+from sdpo_core.base_specs import BaseSpec
 from sdpo_core.journal import read_json, write_json
-from sdpo_core.specs import BaseSpec, ProbeSpec
+from sdpo_core.specs import ProbeSpec
 
 
 def test_write_specs_leaves_jobs_all_they_read(matrix: Matrix) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
-from sdpo_core.specs import TokenizerSpec
+from sdpo_core.base_specs import TokenizerSpec
 from sdpo_core.text import build_tokenizer
 
 

@@ -12,11 +12,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from sdpo_core.algorithm_specs import TeacherSpec
 from sdpo_core.backends.base import TokenRow, WeightsAt
 from sdpo_core.backends.hf_model import HfModel
+from sdpo_core.base_specs import TokenizerSpec
 from sdpo_core.cell import Cell, CellData, Workers
 from sdpo_core.journal import Journal
 from sdpo_core.metrics import Trait
 from sdpo_core.records import Grade, GradedRollout, Message, Problem, Rollout, Split, Verdict
-from sdpo_core.specs import CellSpec, TokenizerSpec
+from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer, build_tokenizer
 from sdpo_core.workers import ANCHOR, StudentWorker, TeacherWorker
 

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from sdpo_core.algorithm_specs import CheckpointWeights, FolderWeights
+from sdpo_core.base_specs import PlacedBaseSpec
 from sdpo_core.errors import SpecError
-from sdpo_core.fingerprint import base_fingerprint, canonical_json, cell_fingerprint, digest, file_digest
+from sdpo_core.fingerprint import (
+    NUMERICS_VERSION,
+    base_fingerprint,
+    canonical_json,
+    cell_fingerprint,
+    digest,
+    file_digest,
+)
+from sdpo_core.layout import LayoutSpec
 from sdpo_core.spec_base import Spec
 from sdpo_core.specs import CellSpec
 
@@ -90,6 +99,16 @@ def test_cell_fingerprint_survives_a_round_trip(cell_spec: CellSpec) -> None:
     assert cell_fingerprint(again, **DIGESTS) == cell_fingerprint(cell_spec, **DIGESTS)
 
 
+def test_what_a_store_holds_from_before_layouts_is_still_known(cell_spec: CellSpec) -> None:
+    row = cell_spec.model_dump(mode="json")
+    del row["layout"], row["scorer_layout"], row["base"]["kind"]
+    assert CellSpec.model_validate(row) == cell_spec
+    before = {"spec": row, "data": "d", "base": "b", "teacher": None, "numerics": NUMERICS_VERSION}
+    assert cell_fingerprint(cell_spec, **DIGESTS) == digest(before)
+    laid_out = cell_spec.model_copy(update={"scorer_layout": LayoutSpec(tensor=2)})
+    assert cell_fingerprint(laid_out, **DIGESTS) != digest(before)
+
+
 def test_base_fingerprint_moves_with_recipe_and_data(cell_spec: CellSpec) -> None:
     base = cell_spec.base
     renamed = base.model_copy(update={"name": "other"})
@@ -100,6 +119,16 @@ def test_base_fingerprint_moves_with_recipe_and_data(cell_spec: CellSpec) -> Non
     }
     assert len(fingerprints) == 3
     assert base_fingerprint(base, data_digests={"b": "2", "a": "1"}) in fingerprints
+
+
+def test_fingerprint_of_a_placed_base_moves_with_its_declaration(cell_spec: CellSpec) -> None:
+    placed = PlacedBaseSpec(name="big", folder="big", shape=cell_spec.base.shape, vocab_size=300)
+    assert placed.datasets == ()
+    several = (placed, *(placed.model_copy(update=change) for change in ({"folder": "b"}, {"sha256": "a" * 64})))
+    assert len({base_fingerprint(spec, data_digests={}) for spec in several}) == 3
+    cell = CellSpec.model_validate({**cell_spec.model_dump(mode="json"), "base": placed.model_dump(mode="json")})
+    assert cell.base == placed
+    assert cell_fingerprint(cell, **DIGESTS) != cell_fingerprint(cell_spec, **DIGESTS)
 
 
 def test_digest_ignores_the_order_of_keys() -> None:

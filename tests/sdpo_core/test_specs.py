@@ -19,8 +19,9 @@ from sdpo_core.algorithm_specs import (
     SdpoSpec,
     TeacherSpec,
 )
+from sdpo_core.base_specs import TokenizerSpec
 from sdpo_core.spec_base import Spec
-from sdpo_core.specs import CellSpec, TokenizerSpec, TrainingSpec
+from sdpo_core.specs import CellSpec, TrainingSpec
 from tests.sdpo_core.micro import ARMS, TRAITS, make_spec
 
 STATIC = {"schedule": "static"}

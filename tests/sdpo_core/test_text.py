@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sdpo_core.base_specs import TokenizerSpec
 from sdpo_core.errors import DataError, SpecError
 from sdpo_core.records import Message
-from sdpo_core.specs import TokenizerSpec
 from sdpo_core.text import END, PAD, START, ChatTokenizer, build_tokenizer
 from tests.sdpo_core.micro import Base
 

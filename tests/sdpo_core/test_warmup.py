@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from sdpo_core.backends.base import TokenRow
+from sdpo_core.base_specs import BaseSpec
 from sdpo_core.errors import DataError
 from sdpo_core.records import WarmupExample
-from sdpo_core.specs import BaseSpec, CellSpec
+from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
 from sdpo_core.warmup import WarmupOutcome, _initial_model, example_messages, warm_up
 from tests.sdpo_core.micro import load_model, make_problem, make_spec

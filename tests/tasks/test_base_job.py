@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from data_prep.prepare import prepare_dataset
+from sdpo_core.base_specs import BaseSpec
 from sdpo_core.journal import Store, read_json, write_json
-from sdpo_core.specs import BaseSpec, CellSpec, EvaluationSpec, ProbeSpec
+from sdpo_core.specs import CellSpec, EvaluationSpec, ProbeSpec
 from tasks.base_job import main
 
 EVALUATION = EvaluationSpec(samples_per_problem=1, temperature=1.0, dev_problems=2, test_problems=2)

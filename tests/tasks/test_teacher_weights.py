@@ -9,11 +9,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from sdpo_core.backends.base import WeightsAt, WorkerFacts
+from sdpo_core.base_specs import TokenizerSpec
 from sdpo_core.checkpoint import DriverState, save_checkpoint
 from sdpo_core.errors import CellError, DataError
 from sdpo_core.journal import Store, write_json
 from sdpo_core.model_folder import weights_digest
-from sdpo_core.specs import CellSpec, TokenizerSpec
+from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer, build_tokenizer
 from sdpo_core.workers import TeacherWorker
 from tasks.teacher_weights import check_weights, teacher_weights

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from sdpo_core.algorithm_specs import OpsdSpec, SdpoSpec, TeacherSpec
 from sdpo_core.backends.base import TokenRow
+from sdpo_core.base_specs import TokenizerSpec
 from sdpo_core.errors import DataError
 from sdpo_core.records import Message, Problem
-from sdpo_core.specs import TokenizerSpec
 from sdpo_core.teacher.context import TeacherContext, privileged_context, route, teacher_messages
 from sdpo_core.teacher.request import LEAST_TOKENS, MARK, TeacherPrompt, question, teacher_prompt
 from sdpo_core.text import END, PAD, START, ChatTokenizer, build_tokenizer
