@@ -13,10 +13,15 @@ from experiments.arms import ARMS
 from experiments.profiles import PROFILES
 from reports.rows import PlannedCell
 from sdpo_core.algorithm_specs import AlgorithmSpec, TeacherSpec
+from sdpo_core.backends.table import backend_extras, backend_faults
+from sdpo_core.base_specs import AnyBaseSpec
 from sdpo_core.errors import SpecError
+from sdpo_core.extras import Extra, lacks, missing
 from sdpo_core.fingerprint import base_fingerprint, cell_fingerprint
 from sdpo_core.journal import Store, read_json
-from sdpo_core.specs import BaseSpec, CellSpec, ExperimentSpec, ProbeSpec, ProfileSpec, TaskProfile
+from sdpo_core.layout import LayoutSpec
+from sdpo_core.rollout.table import engine_extras, engine_faults
+from sdpo_core.specs import CellSpec, ExperimentSpec, ProbeSpec, ProfileSpec, TaskProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +39,7 @@ class PlannedBase:
     """Base weights that cells start from, and the data sets they are probed on."""
 
     fingerprint: str
-    spec: BaseSpec
+    spec: AnyBaseSpec
     data_digests: Mapping[str, str]
     probes: tuple[ProbeSpec, ...]
 
@@ -85,10 +90,11 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
     """Every cell of `selected`, data set by data set, seed by seed, arm by arm.
 
     Raises:
-        SpecError: a data set that `declared` does not name, or whose task the profile has no numbers for; an arm that
-            does not fit those numbers.
+        SpecError: a profile whose parts do not fit; a data set that `declared` does not name, or whose task the profile
+            has no numbers for; an arm that does not fit those numbers.
     """
     profile = PROFILES[selected.profile]
+    check_profile(profile)
     faults = list(_faults("data set", selected.datasets, declared=declared.datasets))
     faults += [
         f"got data set {name!r} of task {dataset_entry(name).task!r}, expected a task of profile {profile.name!r} "
@@ -108,6 +114,29 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
         listed = "; ".join(dict.fromkeys(faults))
         raise SpecError(f"{selected.name}: {listed}. Choose other arms or another profile.")
     return tuple(cells)
+
+
+def check_profile(profile: ProfileSpec) -> None:
+    """Raise SpecError with all that the profile's backend and engine cannot do, installed or not."""
+    layouts = _layouts(profile)
+    faults = [
+        *backend_faults(profile.backend, layouts=layouts, dtype=profile.dtype),
+        *engine_faults(profile.engine, backend=profile.backend),
+    ]
+    if faults:
+        raise SpecError(f"profile {profile.name}: {'; '.join(faults)}. Correct it in experiments/profiles.py.")
+
+
+def missing_extras(profile: ProfileSpec) -> tuple[Extra, ...]:
+    """What the profile's backend and engine need and this environment does not have."""
+    return missing((*backend_extras(profile.backend, layouts=_layouts(profile)), *engine_extras(profile.engine)))
+
+
+def require_extras(profile: ProfileSpec) -> None:
+    """Raise SpecError with every extra that running the profile needs and that is not installed."""
+    faults = [lacks(extra) for extra in missing_extras(profile)]
+    if faults:
+        raise SpecError(f"profile {profile.name}: {'; '.join(faults)}. Install it, or choose another profile.")
 
 
 def plan_bases(cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest]) -> tuple[PlannedBase, ...]:
@@ -165,7 +194,12 @@ def _planned(cell: CellSpec, *, manifests: Mapping[str, Manifest], store: Store)
     )
 
 
-def _bases(holder: CellSpec | TaskProfile) -> tuple[BaseSpec, ...]:
+def _layouts(profile: ProfileSpec) -> tuple[LayoutSpec, LayoutSpec]:
+    """The student's and that of its teacher and its anchor."""
+    return profile.layout, profile.scorer_layout or profile.layout
+
+
+def _bases(holder: CellSpec | TaskProfile) -> tuple[AnyBaseSpec, ...]:
     """The student's base and, where there is one, the teacher's."""
     return (holder.base,) if holder.teacher_base is None else (holder.base, holder.teacher_base)
 
@@ -181,6 +215,7 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
             f"got arm {arm!r}, whose teacher is a model of the profile, expected profile {profile.name!r} to name one "
             f"for task {task!r} (teacher_base)"
         )
+    layout, scorer_layout = _layouts(profile)
     try:
         return CellSpec(
             # Of a user's file the name that stands for its content: where it lies is no part of what a cell is.
@@ -199,8 +234,8 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
             engine=profile.engine,
             dtype=profile.dtype,
             threads_per_worker=profile.threads_per_worker,
-            layout=profile.layout,
-            scorer_layout=profile.scorer_layout or profile.layout,
+            layout=layout,
+            scorer_layout=scorer_layout,
         )
     except ValidationError as error:
         reasons = ", ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())

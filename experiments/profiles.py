@@ -1,16 +1,9 @@
 """Profiles: model, backend, scale and hardware, with the numbers of each kind of task."""
 
-from sdpo_core.specs import (
-    BaseSpec,
-    EvaluationSpec,
-    OptimizerSpec,
-    ProfileSpec,
-    ShapeSpec,
-    TaskProfile,
-    TokenizerSpec,
-    TrainingSpec,
-    WarmupSpec,
-)
+from experiments.qwen3 import QWEN3_4B_2GPU
+from sdpo_core.base_specs import BaseSpec, ShapeSpec, TokenizerSpec, WarmupSpec
+from sdpo_core.layout import LayoutSpec
+from sdpo_core.specs import EvaluationSpec, OptimizerSpec, ProfileSpec, TaskProfile, TrainingSpec
 
 # About a million parameters: learns to spell short words backward in minutes on one core, and no physics.
 _TINY_SHAPE = ShapeSpec(
@@ -50,17 +43,17 @@ _SPELL_BASE = BaseSpec(
     ),
 )
 
+# Longer, and mostly on plain prompts: 0.96 on dev where the student's base has 0.57 (300 steps: 0.91).
+_SPELL_TEACHER_BASE = _SPELL_BASE.model_copy(
+    update={
+        "name": "tiny-spell-teacher",
+        "warmup": _SPELL_BASE.warmup.model_copy(update={"steps": 400, "plain_share": 0.6, "demonstration_share": 0.2}),
+    }
+)
+
 _TINY_SPELL = TaskProfile(
     base=_SPELL_BASE,
-    # Longer, and mostly on plain prompts: 0.96 on dev where the student's base has 0.57 (300 steps: 0.91).
-    teacher_base=_SPELL_BASE.model_copy(
-        update={
-            "name": "tiny-spell-teacher",
-            "warmup": _SPELL_BASE.warmup.model_copy(
-                update={"steps": 400, "plain_share": 0.6, "demonstration_share": 0.2}
-            ),
-        }
-    ),
+    teacher_base=_SPELL_TEACHER_BASE,
     optimizer=OptimizerSpec(learning_rate=1e-4, lr_warmup_steps=2),
     training=TrainingSpec(
         steps=120,
@@ -77,22 +70,24 @@ _TINY_SPELL = TaskProfile(
     evaluation=EvaluationSpec(samples_per_problem=2, temperature=1.0, dev_problems=None, test_problems=None),
 )
 
-_TINY_MCQ = TaskProfile(
-    base=BaseSpec(
-        name="tiny-mcq",
-        datasets=("sciknoweval-biology", "sciknoweval-chemistry", "sciknoweval-materials", "sciknoweval-physics"),
-        tokenizer=TokenizerSpec(kind="bpe", vocab_size=2048),
-        shape=_TINY_SHAPE,
-        warmup=WarmupSpec(
-            steps=150,
-            examples_per_step=8,
-            learning_rate=2e-3,
-            lr_warmup_steps=20,
-            plain_share=0.5,
-            demonstration_share=0.25,
-            seed=7,
-        ),
+_MCQ_BASE = BaseSpec(
+    name="tiny-mcq",
+    datasets=("sciknoweval-biology", "sciknoweval-chemistry", "sciknoweval-materials", "sciknoweval-physics"),
+    tokenizer=TokenizerSpec(kind="bpe", vocab_size=2048),
+    shape=_TINY_SHAPE,
+    warmup=WarmupSpec(
+        steps=150,
+        examples_per_step=8,
+        learning_rate=2e-3,
+        lr_warmup_steps=20,
+        plain_share=0.5,
+        demonstration_share=0.25,
+        seed=7,
     ),
+)
+
+_TINY_MCQ = TaskProfile(
+    base=_MCQ_BASE,
     optimizer=OptimizerSpec(learning_rate=1e-4, lr_warmup_steps=2),
     training=TrainingSpec(
         steps=20,
@@ -119,12 +114,12 @@ def _smoke_base(base: BaseSpec, *, steps: int) -> BaseSpec:
     )
 
 
-def _smoke(task: TaskProfile) -> TaskProfile:
+def _smoke(task: TaskProfile, *, base: BaseSpec, teacher_base: BaseSpec | None = None) -> TaskProfile:
     """`task` with a budget of seconds: every part runs, nothing is learned."""
     return task.model_copy(
         update={
-            "base": _smoke_base(task.base, steps=12),
-            "teacher_base": None if task.teacher_base is None else _smoke_base(task.teacher_base, steps=24),
+            "base": _smoke_base(base, steps=12),
+            "teacher_base": None if teacher_base is None else _smoke_base(teacher_base, steps=24),
             "training": task.training.model_copy(
                 update={
                     "steps": 4,
@@ -139,18 +134,52 @@ def _smoke(task: TaskProfile) -> TaskProfile:
     )
 
 
+_TINY = ProfileSpec(
+    name="tiny",
+    meaning="Qwen3-shaped model of about a million parameters, one CPU core a cell",
+    tasks={"spell_backward": _TINY_SPELL, "mcq": _TINY_MCQ},
+)
+_SMOKE = ProfileSpec(
+    name="smoke",
+    meaning="the tiny models for four steps: shows that the whole pipeline runs, and nothing else",
+    tasks={
+        "spell_backward": _smoke(_TINY_SPELL, base=_SPELL_BASE, teacher_base=_SPELL_TEACHER_BASE),
+        "mcq": _smoke(_TINY_MCQ, base=_MCQ_BASE),
+    },
+)
+
+
+def _on_megatron(
+    profile: ProfileSpec, name: str, *, layout: LayoutSpec, scorer_layout: LayoutSpec | None = None
+) -> ProfileSpec:
+    """`profile` with the same bases and numbers, its models cut over processes of a CPU."""
+    return profile.model_copy(
+        update={
+            "name": name,
+            "meaning": f"as {profile.name}, on Megatron-core: {layout.size} processes a model, two CPU cores a cell",
+            "backend": "megatron",
+            "engine": "replica",
+            "layout": layout,
+            "scorer_layout": scorer_layout,
+            "cpus_per_cell": 2,
+        }
+    )
+
+
 PROFILES: dict[str, ProfileSpec] = {
     profile.name: profile
     for profile in (
-        ProfileSpec(
-            name="tiny",
-            meaning="Qwen3-shaped model of about a million parameters, one CPU core a cell",
-            tasks={"spell_backward": _TINY_SPELL, "mcq": _TINY_MCQ},
+        _TINY,
+        _SMOKE,
+        _on_megatron(_TINY, "tiny-megatron-tp2", layout=LayoutSpec(tensor=2)),
+        _on_megatron(_TINY, "tiny-megatron-cp2", layout=LayoutSpec(context=2)),
+        _on_megatron(
+            _TINY,
+            "tiny-megatron-tp2cp2",
+            layout=LayoutSpec(tensor=2, context=2, sequence=True, distributed_optimizer=True),
+            scorer_layout=LayoutSpec(tensor=2),
         ),
-        ProfileSpec(
-            name="smoke",
-            meaning="the tiny models for four steps: shows that the whole pipeline runs, and nothing else",
-            tasks={"spell_backward": _smoke(_TINY_SPELL), "mcq": _smoke(_TINY_MCQ)},
-        ),
+        _on_megatron(_SMOKE, "smoke-megatron", layout=LayoutSpec(tensor=2)),
+        QWEN3_4B_2GPU,
     )
 }

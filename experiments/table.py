@@ -10,13 +10,14 @@ from pydantic import ValidationError
 from experiments.e000_smoke import E000
 from experiments.e001_first_light import E001
 from experiments.e010_variants import E010
+from experiments.e020_qwen3_4b import E020
 from sdpo_core.errors import SpecError
 from sdpo_core.specs import ExperimentSpec
 
 # A name becomes a folder of results, an experiment of MLflow and the key of a Prefect artifact.
 _NAME = r"[a-z0-9]+([_-][a-z0-9]+)*"
 
-EXPERIMENTS: dict[str, ExperimentSpec] = {experiment.name: experiment for experiment in (E000, E001, E010)}
+EXPERIMENTS: dict[str, ExperimentSpec] = {experiment.name: experiment for experiment in (E000, E001, E010, E020)}
 
 
 def experiment(name: str) -> ExperimentSpec:

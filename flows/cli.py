@@ -20,7 +20,7 @@ from data_prep.grade_file import MODES, grade_file, summary
 from data_prep.manifest import Manifest
 from data_prep.prepare import prepare_dataset
 from data_prep.table import DATASETS
-from experiments.matrix import Selection
+from experiments.matrix import Selection, require_extras
 from flows import services as persistent
 from flows.launch import program, quiet_environment
 from flows.matrix import Matrix, load_matrix
@@ -138,7 +138,7 @@ def run(
     home = home_folder()
     selection = _selection(datasets, arms, seeds, profile)
     # Before any service is started: what is wrong with the declaration is said within a second or two.
-    load_matrix(experiment, selection, home=home)
+    require_extras(load_matrix(experiment, selection, home=home).profile)
     with _prefect(home):
         from flows.sdpo_matrix import REFUSED, sdpo_matrix
 

@@ -14,7 +14,7 @@ from pydantic import WithJsonSchema
 
 from data_prep.table import DATASETS
 from experiments.arms import ARMS
-from experiments.matrix import Selection
+from experiments.matrix import Selection, require_extras
 from experiments.profiles import PROFILES
 from experiments.table import EXPERIMENTS
 from flows.matrix import Matrix, datasets_of, matrix_of, select_from
@@ -78,6 +78,7 @@ def sdpo_matrix(
     )
     try:
         declared, selected = select_from(experiment, selection)
+        require_extras(PROFILES[selected.profile])
         names = datasets_of(declared, selected)
         futures = [prepare.submit(name, home=home) for name in names]
         manifests = {name: future.result() for name, future in zip(names, futures, strict=True)}

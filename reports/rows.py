@@ -6,10 +6,11 @@ from typing import Any
 
 from reports.statistics import Value
 from sdpo_core.algorithm_specs import CheckpointWeights, FolderWeights
+from sdpo_core.base_specs import AnyBaseSpec, PlacedBaseSpec
 from sdpo_core.errors import DataError
 from sdpo_core.journal import CellState, CellStatus, MetricRecord, Store, read_json
 from sdpo_core.metrics import METRICS, Trait
-from sdpo_core.specs import BaseSpec, CellSpec
+from sdpo_core.specs import CellSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +162,12 @@ def cell_status(store: Store, planned: PlannedCell) -> CellStatus:
         error = store.bases / fingerprint / "error.json"
         if error.exists():
             return CellStatus(state="failed", note=str(read_json(error)["error"]))
-    whose = "its base model" if planned.base_digest is None else "its teacher's base model"
+    is_student = planned.base_digest is None
+    whose, base = (
+        ("its base model", planned.spec.base) if is_student else ("its teacher's base model", planned.spec.teacher_base)
+    )
+    if isinstance(base, PlacedBaseSpec) and not (store.models / base.folder).is_dir():
+        return CellStatus(state="missing", note=f"{whose} is to be placed in the store as models/{base.folder}")
     return CellStatus(state="missing", note=f"{whose} is not made yet")
 
 
@@ -254,7 +260,7 @@ def _row(
     )
 
 
-def _load_base(store: Store, *, dataset: str, fingerprint: str, spec: BaseSpec, is_teacher: bool) -> BaseRow | None:
+def _load_base(store: Store, *, dataset: str, fingerprint: str, spec: AnyBaseSpec, is_teacher: bool) -> BaseRow | None:
     folder = store.bases / fingerprint
     probe_path = folder / f"probe-{dataset}.json"
     if not probe_path.exists():

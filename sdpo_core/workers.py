@@ -37,10 +37,10 @@ class StudentWorker:
 
     def __init__(self, spec: CellSpec, *, folder: Path, device: str) -> None:
         torch.set_num_threads(spec.threads_per_worker)
-        self._policy = backend(spec.backend).load_policy(spec, folder=folder, device=device)
+        self._policy = backend(spec).load_policy(spec, folder=folder, device=device)
         self._held_version: int | None = None
         end_id = ChatTokenizer.load(folder).end_id
-        self._engine = engine(spec.engine).load_engine(spec, policy=self._policy, end_id=end_id)
+        self._engine = engine(spec).load_engine(spec, policy=self._policy, end_id=end_id)
 
     def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
         return self._engine.generate(requests, sampling=sampling)
@@ -86,7 +86,7 @@ class TeacherWorker:
 
     def __init__(self, spec: CellSpec, *, life: TeacherSpec, at: WeightsAt, device: str) -> None:
         torch.set_num_threads(spec.threads_per_worker)
-        self._scorer = backend(spec.backend).load_scorer(spec, at=at, device=device, shares=logit_shares(life))
+        self._scorer = backend(spec).load_scorer(spec, at=at, device=device, shares=logit_shares(life))
         self._rate = commit_rate(life)
 
     def score(

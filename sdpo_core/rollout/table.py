@@ -1,16 +1,32 @@
-"""Rollout engines by name: the module that holds `load_engine`. Looking at the table loads no torch."""
+"""Rollout engines by name: whose weights each samples with, the module that holds it. Looking at it loads no torch."""
 
 import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sdpo_core.errors import SpecError
+from sdpo_core.extras import Extra, lacks, missing
 from sdpo_core.specs import CellSpec
 
 if TYPE_CHECKING:
     from sdpo_core.backends.base import Policy
     from sdpo_core.rollout.base import RolloutEngine
 
-ENGINES = {"local": "sdpo_core.rollout.local"}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineEntry:
+    """`backends`: those whose students it can sample from; None: any."""
+
+    module: str
+    backends: tuple[str, ...] | None = None
+    extra: Extra | None = None
+
+
+ENGINES: Mapping[str, EngineEntry] = {
+    "local": EngineEntry(module="sdpo_core.rollout.local", backends=("hf",)),
+    "replica": EngineEntry(module="sdpo_core.rollout.replica"),
+}
 
 
 @runtime_checkable
@@ -20,9 +36,35 @@ class EngineModule(Protocol):
     def load_engine(self, spec: CellSpec, *, policy: "Policy", end_id: int) -> "RolloutEngine": ...
 
 
-def engine(name: str) -> EngineModule:
-    """The module of engine `name`."""
-    if name not in ENGINES:
-        raise SpecError(f"engine: got {name!r}, expected one of {sorted(ENGINES)}. Choose one in the profile.")
-    module: EngineModule = importlib.import_module(ENGINES[name])
+def engine(spec: CellSpec) -> EngineModule:
+    """The module of a cell's engine.
+
+    Raises:
+        SpecError: as `check_engine`.
+    """
+    check_engine(spec.engine, backend=spec.backend)
+    module: EngineModule = importlib.import_module(ENGINES[spec.engine].module)
     return module
+
+
+def check_engine(name: str, *, backend: str) -> None:
+    """Raise SpecError with all that engine `name` cannot do, and what it needs and is not installed."""
+    faults = [*engine_faults(name, backend=backend), *map(lacks, missing(engine_extras(name)))]
+    if faults:
+        raise SpecError(f"engine: {'; '.join(faults)}. Choose another engine, or change the profile.")
+
+
+def engine_faults(name: str, *, backend: str) -> Iterator[str]:
+    """What engine `name` cannot do, installed or not, as parts of a sentence."""
+    if name not in ENGINES:
+        yield f"got engine {name!r}, expected one of {', '.join(ENGINES)}"
+        return
+    backends = ENGINES[name].backends
+    if backends is not None and backend not in backends:
+        yield f"got engine {name!r} for backend {backend!r}, expected backend {' or '.join(backends)}"
+
+
+def engine_extras(name: str) -> tuple[Extra, ...]:
+    """What engine `name` needs; nothing for an unknown one."""
+    extra = ENGINES[name].extra if name in ENGINES else None
+    return () if extra is None else (extra,)

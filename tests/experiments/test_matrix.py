@@ -12,6 +12,7 @@ from experiments.profiles import PROFILES
 from experiments.table import EXPERIMENTS
 from reports.rows import PlannedCell
 from sdpo_core.errors import SpecError
+from sdpo_core.fingerprint import base_fingerprint
 from sdpo_core.journal import Store, write_json
 from sdpo_core.specs import CellSpec, ExperimentSpec
 
@@ -208,6 +209,12 @@ def test_experiment_name_and_home_do_not_enter_the_fingerprint(tmp_path: Path) -
     renamed = declare(name="other", question="?", prediction="!")
     first, second = cells_of(E000, declared=E000)[0], cells_of(renamed, declared=renamed)[0]
     assert _plan(tmp_path / "a", first) == _plan(tmp_path / "b", second)
+
+
+def test_a_base_is_known_by_the_fingerprint_of_the_published_page() -> None:
+    """As in docs/example/results.md: bases and cells of a store outlive fields that declarations get later."""
+    base = PROFILES["tiny"].tasks["spell_backward"].base
+    assert base_fingerprint(base, data_digests={"spell_backward": "cf46fae3f620c473f721"}) == "9d86bbaf2f3d10cbfb3c"
 
 
 def test_a_cell_without_base_weights_has_no_fingerprint_yet(tmp_path: Path) -> None:

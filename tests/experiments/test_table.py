@@ -6,9 +6,10 @@ import pytest
 
 from data_prep.table import DATASETS
 from experiments.arms import ARMS
-from experiments.matrix import Selection, cells_of, select
+from experiments.matrix import Selection, cells_of, check_profile, select
 from experiments.profiles import PROFILES
 from experiments.table import EXPERIMENTS, experiment
+from sdpo_core.base_specs import AnyBaseSpec, BaseSpec
 from sdpo_core.errors import SpecError
 from sdpo_core.specs import ProfileSpec
 
@@ -37,16 +38,24 @@ def test_every_shipped_experiment_expands(name: str) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
 def test_every_profile_fits_its_tasks(profile: ProfileSpec) -> None:
-    names = []
+    check_profile(profile)
+    bases: dict[str, AnyBaseSpec] = {}
     for task, numbers in profile.tasks.items():
         longest = numbers.training.max_teacher_prompt_tokens + numbers.training.max_response_tokens
-        for base in filter(None, (numbers.base, numbers.teacher_base)):
-            assert {DATASETS[name].task for name in base.datasets} == {task}
+        for base in (numbers.base, *([numbers.teacher_base] if numbers.teacher_base else [])):
+            assert bases.setdefault(base.name, base) == base, "a name is one base's"
             assert longest <= base.shape.max_positions
-            assert base.tokenizer == numbers.base.tokenizer, "ids travel from student to teacher"
-            names.append(base.name)
+            if isinstance(base, BaseSpec):
+                assert {DATASETS[name].task for name in base.datasets} == {task}
+                assert isinstance(numbers.base, BaseSpec)
+                assert base.tokenizer == numbers.base.tokenizer, "ids travel from student to teacher"
         assert numbers.training.max_prompt_tokens <= numbers.training.max_teacher_prompt_tokens
-    assert len(names) == len(set(names))
+
+
+def test_bases_of_one_model_are_made_once_for_every_profile() -> None:
+    for tiny, others in {"tiny": ("tiny-megatron-tp2cp2", "tiny-megatron-cp2"), "smoke": ("smoke-megatron",)}.items():
+        for other in others:
+            assert PROFILES[other].tasks == PROFILES[tiny].tasks
 
 
 def test_names_are_those_of_the_specs() -> None:
@@ -55,7 +64,7 @@ def test_names_are_those_of_the_specs() -> None:
 
 
 def test_unknown_experiment_lists_the_known_ones() -> None:
-    with pytest.raises(SpecError, match="got 'e999', expected one of e000, e001, e010 or the path"):
+    with pytest.raises(SpecError, match="got 'e999', expected one of e000, e001, e010, e020 or the path"):
         experiment("e999")
 
 
