@@ -71,7 +71,7 @@ def to_hf(
     table = entries(shape, kernels=kernels)
     names = {entry.name for entry in table}
     for rank, shard in enumerate(shards):
-        _check_names(set(shard), names, where=f"to_hf, share {rank}")
+        check_names(set(shard), names, where=f"to_hf, share {rank}")
     weights: dict[str, Tensor] = {}
     for entry in table:
         parts = [shard[entry.name].detach() for shard in shards]
@@ -228,7 +228,7 @@ def _check_weights(weights: Mapping[str, Tensor], shape: ModelShape) -> None:
             )
         names.remove(HEAD)
     expected = hf_shapes(shape)
-    _check_names(names, set(expected), where="to_shard")
+    check_names(names, set(expected), where="to_shard")
     wrong = [name for name, size in expected.items() if tuple(weights[name].shape) != size]
     if wrong:
         listed = ", ".join(f"{name} {tuple(weights[name].shape)} for {expected[name]}" for name in wrong)
@@ -237,7 +237,8 @@ def _check_weights(weights: Mapping[str, Tensor], shape: ModelShape) -> None:
         )
 
 
-def _check_names(names: set[str], expected: set[str], *, where: str) -> None:
+def check_names(names: set[str], expected: set[str], *, where: str) -> None:
+    """Raise DataError unless the names are exactly the expected ones."""
     missing, left_over = sorted(expected - names), sorted(names - expected)
     if missing or left_over:
         raise DataError(
