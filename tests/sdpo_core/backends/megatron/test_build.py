@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core", reason="needs the extra 'megatron'")
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from transformers import PretrainedConfig
 
 from sdpo_core.backends.megatron.build import RowGPT, build_model, transformer_config
 from sdpo_core.backends.megatron.groups import initialise
@@ -101,8 +102,8 @@ def test_what_does_not_divide_or_is_no_dtype_of_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("config", [qwen3_config(), qwen3_config(tie_word_embeddings=False), llama_config()])
-def test_parameters_are_those_of_the_name_table(config: "object") -> None:
-    shape = model_shape(config)  # type: ignore[arg-type]
+def test_parameters_are_those_of_the_name_table(config: PretrainedConfig) -> None:
+    shape = model_shape(config)
     model = build_model(shape, ALONE, dtype=torch.float32, device=CPU, value_head=True)
     assert set(model.shard_parameters()) == {entry.name for entry in entries(shape)}
     assert {"value_head.weight", "value_head.bias"} == set(dict(model.named_parameters())) - set(
@@ -169,7 +170,8 @@ def test_head_weight_makes_the_logits_of_the_whole_model() -> None:
 def test_bfloat16_is_that_of_hugging_face() -> None:
     """Both round each layer's result to 8 bits, in another order: 2 ** -8 of states of up to 4, some layers deep."""
     model = loaded(dtype=torch.bfloat16)
-    whole = tiny_model(qwen3_config()).to(torch.bfloat16)
+    whole = tiny_model(qwen3_config())
+    torch.nn.Module.to(whole, torch.bfloat16)
     ids = some_ids(2, 12)
     states = whole.model(input_ids=ids).last_hidden_state.transpose(0, 1)
     found = model(ids)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from sdpo_core.backends.megatron.shape import ModelShape, model_shape
 
@@ -12,7 +12,7 @@ VOCAB = 250
 
 def qwen3_config(**changes: Any) -> Qwen3Config:
     """3 layers x 64, 4 heads in 2 groups; heads of 32 are wider than hidden / heads, as in Qwen3-0.6B."""
-    settings = {
+    settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -29,7 +29,7 @@ def qwen3_config(**changes: Any) -> Qwen3Config:
 
 def llama_config(**changes: Any) -> LlamaConfig:
     """SmolLM2-135M's 9 heads in 3 groups, and its ties."""
-    settings = {
+    settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 72,
         "intermediate_size": 128,
@@ -47,13 +47,13 @@ def llama_config(**changes: Any) -> LlamaConfig:
 def tiny_model(config: PretrainedConfig, *, seed: int = 7) -> PreTrainedModel:
     """A random float32 model of a configuration."""
     torch.manual_seed(seed)
-    config._attn_implementation = "eager"
-    model = (Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM)(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.float().eval()
+    torch.nn.Module.train(model, mode=False)
+    return model
 
 
 def tiny_shape(**changes: Any) -> ModelShape:
