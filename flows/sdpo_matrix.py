@@ -114,9 +114,11 @@ def _make_bases(matrix: Matrix, *, jobs: RayJobs, home: Path) -> None:
     bases = matrix.bases_to_make()
     if not bases:
         return
-    threads = matrix.profile.threads_per_worker
+    threads, gpus = matrix.profile.threads_per_worker, min(1, matrix.profile.gpus_per_cell)
     futures = [
-        base_model.submit(base.spec.name, fingerprint=base.fingerprint, home=home, jobs=jobs, threads=threads)
+        base_model.submit(
+            base.spec.name, fingerprint=base.fingerprint, home=home, jobs=jobs, threads=threads, gpus=gpus
+        )
         for base in bases
     ]
     _log.info("base models: %s", ", ".join(base.spec.name for base in bases))

@@ -112,7 +112,7 @@ class CellRow:
 class BaseRow:
     """A base model probed on one data set; accuracies are avg@k, None where the probe does not apply.
 
-    `is_teacher`: no student starts from it, teachers of some arms do.
+    `is_teacher`: no student starts from it, teachers of some arms do. `seconds` of its warm-up; None without one.
     """
 
     dataset: str
@@ -121,7 +121,7 @@ class BaseRow:
     fingerprint: str
     weights_digest: str
     parameters: int
-    seconds: float
+    seconds: float | None
     dev_problems: int
     dev_accuracy: float
     demonstration_accuracy: float

@@ -1,6 +1,6 @@
-"""Entry point of a base model's job: warm up if the weights do not exist, then the probes that are missing.
+"""Entry point of a base model's job: warm up or take in the weights if they are not there, then the missing probes.
 
-    python -m tasks.base_job --home HOME --fingerprint FP
+    python -m tasks.base_job --home HOME --fingerprint FP [--gpus N]
 
 Reads `bases/<FP>/spec.json`; `base.json`, written last, means that the weights exist.
 """
@@ -14,15 +14,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from data_prep.warmups.base import Shares
 from data_prep.warmups.table import warmup, warmup_examples
 from sdpo_core import random_streams
-from sdpo_core.base_specs import BaseSpec
+from sdpo_core.base_specs import AnyBaseSpec, BaseSpec, PlacedBaseSpec
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Store, read_json, write_json
+from sdpo_core.model_folder import placed_model
 from sdpo_core.probe import probe
 from sdpo_core.records import Problem, WarmupExample
 from sdpo_core.rollout.local import engine_of_folder
@@ -34,6 +37,7 @@ from tasks.failure import unexpected, write_failure
 
 _log = logging.getLogger(__name__)
 _PROBE_TOKENS = 16384
+_SPEC: TypeAdapter[AnyBaseSpec] = TypeAdapter(AnyBaseSpec)
 
 
 def main(arguments: list[str]) -> int:
@@ -41,12 +45,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tasks.base_job")
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--fingerprint", required=True)
+    parser.add_argument("--gpus", type=int, default=0)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     store = Store(options.home)
     folder = store.bases / options.fingerprint
     declared = read_json(folder / "spec.json")
-    spec = BaseSpec.model_validate(declared["spec"])
+    spec = _SPEC.validate_python(declared["spec"])
     error_path = folder / "error.json"
     error_path.unlink(missing_ok=True)
     try:
@@ -55,8 +60,9 @@ def main(arguments: list[str]) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "base.json").exists():
                 _make(store, spec, folder=folder, fingerprint=options.fingerprint)
+            device = "cuda" if options.gpus else "cpu"
             for declared_probe in declared["probes"]:
-                _probe(store, ProbeSpec.model_validate(declared_probe), folder=folder)
+                _probe(store, ProbeSpec.model_validate(declared_probe), folder=folder, device=device)
     except (CellError, DataError, SpecError) as error:
         write_failure(error_path, str(error), label=f"base {spec.name}")
         return 1
@@ -66,7 +72,33 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _make(store: Store, spec: BaseSpec, *, folder: Path, fingerprint: str) -> None:
+def _make(store: Store, spec: AnyBaseSpec, *, folder: Path, fingerprint: str) -> None:
+    match spec:
+        case PlacedBaseSpec():
+            made = _take_in(store, spec, folder=folder)
+        case BaseSpec():
+            made = _warm_up(store, spec, folder=folder)
+    write_json(folder / "base.json", {"fingerprint": fingerprint, **made})
+
+
+def _take_in(store: Store, spec: PlacedBaseSpec, *, folder: Path) -> dict[str, Any]:
+    """Check the model that the user placed, and let the base's folder point to it: it may be large."""
+    place = store.models / spec.folder
+    _log.info("base %s: reading %s", spec.name, place)
+    facts = placed_model(place, spec)
+    _remove(folder / "model")
+    # Relative, so that the store can be moved.
+    (folder / "model").symlink_to(os.path.relpath(place, folder), target_is_directory=True)
+    return {
+        "weights_digest": facts.weights_sha256,
+        "parameters": facts.parameters,
+        "vocab_size": facts.vocab_size,
+        "seconds": None,
+        "losses": [],
+    }
+
+
+def _warm_up(store: Store, spec: BaseSpec, *, folder: Path) -> dict[str, Any]:
     problems = tuple(problem for name in spec.datasets for problem in _warmup_problems(store, name))
     tasks = sorted({problem.task for problem in problems})
     if len(tasks) != 1:
@@ -78,22 +110,25 @@ def _make(store: Store, spec: BaseSpec, *, folder: Path, fingerprint: str) -> No
         return warmup_examples(tasks[0], problems, shares=shares, rng=generator)
 
     aside = folder / "model.partial"
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
     _log.info("base %s: warm-up of %d steps on %d problems", spec.name, spec.warmup.steps, len(problems))
     outcome = warm_up(spec, examples=examples, folder=aside, threads=_threads())
-    shutil.rmtree(folder / "model", ignore_errors=True)
+    _remove(folder / "model")
     aside.rename(folder / "model")
-    write_json(
-        folder / "base.json",
-        {
-            "fingerprint": fingerprint,
-            "weights_digest": outcome.weights_sha256,
-            "parameters": outcome.parameters,
-            "vocab_size": outcome.vocab_size,
-            "seconds": outcome.seconds,
-            "losses": [round(loss, 6) for loss in outcome.losses],
-        },
-    )
+    return {
+        "weights_digest": outcome.weights_sha256,
+        "parameters": outcome.parameters,
+        "vocab_size": outcome.vocab_size,
+        "seconds": outcome.seconds,
+        "losses": [round(loss, 6) for loss in outcome.losses],
+    }
+
+
+def _remove(folder: Path) -> None:
+    """Remove what an earlier attempt left; of a placed model only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _warmup_problems(store: Store, dataset: str) -> tuple[Problem, ...]:
@@ -102,7 +137,7 @@ def _warmup_problems(store: Store, dataset: str) -> tuple[Problem, ...]:
     return split(store, dataset, "warmup" if has_own else "train")
 
 
-def _probe(store: Store, spec: ProbeSpec, *, folder: Path) -> None:
+def _probe(store: Store, spec: ProbeSpec, *, folder: Path, device: str) -> None:
     record = folder / f"probe-{spec.dataset}.json"
     declared = spec.model_dump(mode="json")
     if record.exists() and read_json(record)["probe"] == declared:
@@ -114,7 +149,9 @@ def _probe(store: Store, spec: ProbeSpec, *, folder: Path) -> None:
         spec,
         dev=dev,
         test=split(store, spec.dataset, "test"),
-        engine=engine_of_folder(folder / "model", text=text, max_tokens=_PROBE_TOKENS, threads=_threads()),
+        engine=engine_of_folder(
+            folder / "model", text=text, max_tokens=_PROBE_TOKENS, threads=_threads(), device=device
+        ),
         text=text,
         grade=grade_at(spec.feedback_level),
         right=task.right,

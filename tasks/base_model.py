@@ -13,16 +13,20 @@ from tasks.ray_jobs import RayJobs
 
 
 @task(name="base model", task_run_name="base {name}", cache_policy=NO_CACHE)
-def base_model(name: str, *, fingerprint: str, home: Path, jobs: RayJobs, threads: int) -> State[None]:
-    """Make the base whose `spec.json` is in the store, if it is not there, and its missing probes."""
+def base_model(name: str, *, fingerprint: str, home: Path, jobs: RayJobs, threads: int, gpus: int) -> State[None]:
+    """Make the base whose `spec.json` is in the store, if it is not there, and its missing probes.
+
+    `gpus`: of the job itself, 0 or 1.
+    """
     folder = Store(home).bases / fingerprint
     try:
         record = follow(
             jobs,
             key=f"base-{fingerprint}",
-            command=job_command("tasks.base_job", home=home, fingerprint=fingerprint),
+            command=(*job_command("tasks.base_job", home=home, fingerprint=fingerprint), "--gpus", str(gpus)),
             env=job_environment(threads),
             cpus=threads,
+            gpus=gpus,
             log=folder / "log.txt",
         )
     except CellError as error:

@@ -23,10 +23,10 @@ def job_environment(threads: int) -> dict[str, str]:
 
 
 def follow(
-    jobs: RayJobs, *, key: str, command: Sequence[str], env: Mapping[str, str], cpus: float, log: Path
+    jobs: RayJobs, *, key: str, command: Sequence[str], env: Mapping[str, str], cpus: float, log: Path, gpus: float = 0
 ) -> JobRecord:
     """Submit or attach, and wait for the end; a failed job's output is kept at `log`, since Ray's own goes with it."""
-    handle = jobs.submit_or_attach(key, entrypoint=command, folder=_ROOT, env=env, cpus=cpus)
+    handle = jobs.submit_or_attach(key, entrypoint=command, folder=_ROOT, env=env, cpus=cpus, gpus=gpus)
     record = jobs.wait(handle, seconds=_FOR_EVER, poll_seconds=_POLL_SECONDS)
     if record.state == "failed":
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -86,12 +86,13 @@ class RayJobs:
         folder: Path,
         env: Mapping[str, str],
         cpus: float,
+        gpus: float = 0,
     ) -> JobHandle:
         """Attach to the live job of `key`, or submit a new attempt that runs `entrypoint` in `folder`.
 
-        The job's driver holds `cpus` while it lives, and Ray queues what does not fit; actors the driver starts must
-        not ask for them again (docs/decisions/0004). `env` is seen by the driver and its actors; no secret belongs
-        there, since the dashboard shows it.
+        The job's driver holds `cpus` and `gpus` while it lives, and Ray queues what does not fit; actors the driver
+        starts must not ask for them again (docs/decisions/0004). `env` is seen by the driver and its actors; no secret
+        belongs there, since the dashboard shows it.
 
         Raises:
             CellError: the head does not answer, or `stop_all` was called.
@@ -112,6 +113,7 @@ class RayJobs:
                     command=f"cd {shlex.quote(str(folder))} && exec {shlex.join(entrypoint)}",
                     env={**env, "PYTHONPATH": str(folder), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_SECONDS)},
                     cpus=cpus,
+                    gpus=gpus,
                 )
             )
             self._handles[handle.submission_id] = handle
@@ -158,7 +160,9 @@ class RayJobs:
         )
         return {int(match[1]): _state(details) for match, details in matches if match}
 
-    def _submit(self, handle: JobHandle, *, command: str, env: Mapping[str, str], cpus: float) -> JobHandle:
+    def _submit(
+        self, handle: JobHandle, *, command: str, env: Mapping[str, str], cpus: float, gpus: float
+    ) -> JobHandle:
         try:
             # Not through `_ask`: a submission whose answer was lost must not be sent twice.
             self._client.submit_job(
@@ -166,6 +170,7 @@ class RayJobs:
                 submission_id=handle.submission_id,
                 runtime_env={"env_vars": dict(env)},
                 entrypoint_num_cpus=cpus,
+                entrypoint_num_gpus=gpus,
             )
         except (ConnectionError, requests.RequestException, RuntimeError) as error:
             # Another run may have submitted the same cell a moment ago, or the answer got lost on its way.

@@ -25,8 +25,11 @@ class ExampleMaker(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warmup:
-    """`right`: a response that is right, as a demonstration would show it. `wrong`: a plausible one that is not."""
+    """`right`: a response that is right, as a demonstration would show it. `wrong`: a plausible one that is not.
 
-    example: ExampleMaker
+    `example`: None for a task that only pretrained models are probed on.
+    """
+
+    example: ExampleMaker | None
     right: Callable[[Problem], str]
     wrong: Callable[[Problem, Generator], str]

@@ -7,20 +7,23 @@ from numpy.random import Generator
 from data_prep.warmups.base import Shares, Warmup
 from data_prep.warmups.mcq import MCQ
 from data_prep.warmups.spell_backward import SPELL_BACKWARD
+from data_prep.warmups.tool_call import TOOL_CALL
 from sdpo_core.errors import SpecError
 from sdpo_core.records import Problem, WarmupExample
 
 WARMUPS: dict[str, Warmup] = {
     "mcq": MCQ,
     "spell_backward": SPELL_BACKWARD,
+    "tool_call": TOOL_CALL,
 }
 
 
 def warmup(task: str) -> Warmup:
-    """The warm-up of a task; SpecError when it has none."""
+    """What a task offers for warm-up and probes; SpecError when it offers nothing."""
     if task not in WARMUPS:
         raise SpecError(
-            f"warmup: got task {task!r}, expected one of {', '.join(WARMUPS)}. Start this task from a pretrained model."
+            f"warmup: got task {task!r}, expected one of {', '.join(WARMUPS)}. Add what its probes show to "
+            "data_prep/warmups."
         )
     return WARMUPS[task]
 
@@ -34,6 +37,10 @@ def warmup_examples(
         SpecError: the task has no warm-up, or there are no problems to make examples from.
     """
     maker = warmup(task).example
+    if maker is None:
+        raise SpecError(
+            f"warmup: got task {task!r}, expected one with a warm-up. Start this task from a pretrained model."
+        )
     if not problems:
         raise SpecError(f"warmup: got 0 problems of task {task!r}, expected at least 1. Prepare a data set with rows.")
 

@@ -73,7 +73,7 @@ def _base_cells(base: BaseRow | None) -> tuple[str, ...]:
         f"{escape(base.name)} (teacher)" if base.is_teacher else escape(base.name),
         *(format_value(value, unit=_FRACTION) for value in accuracies),
         f"{base.parameters:,}",
-        format_value(base.seconds, unit="s"),
+        format_value("n/a" if base.seconds is None else base.seconds, unit="s"),
     )
 
 

@@ -24,6 +24,8 @@ from sdpo_core.errors import DataError
 from sdpo_core.objectives.head import Head
 
 WEIGHTS_FILE = "model.safetensors"
+# Values of a tensor that are in memory as float32 at once while a digest is taken: 64 MiB.
+_DIGEST_VALUES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,11 +266,18 @@ def microbatches(rows: Sequence[TokenRow], *, max_tokens: int) -> Iterator[list[
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names and bytes, in name order."""
+    """SHA-256 over names and values, in name order, one tensor at a time.
+
+    Values narrower than float32 count as the float32 they equal, so that weights have one digest in every dtype that
+    holds them.
+    """
     total = hashlib.sha256()
     for name in sorted(weights):
         total.update(name.encode())
-        total.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes())
+        tensor = weights[name]
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        for part in torch.split(tensor.reshape(-1), _DIGEST_VALUES):
+            total.update(part.to(dtype).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 

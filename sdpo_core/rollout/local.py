@@ -29,10 +29,10 @@ def load_engine(spec: CellSpec, *, policy: Policy, end_id: int) -> "LocalEngine"
     return LocalEngine(policy.model, end_id=end_id, max_tokens=spec.training.microbatch_tokens)
 
 
-def engine_of_folder(folder: Path, *, text: ChatTokenizer, max_tokens: int, threads: int) -> "LocalEngine":
-    """An engine on the CPU for weights that nobody trains."""
+def engine_of_folder(folder: Path, *, text: ChatTokenizer, max_tokens: int, threads: int, device: str) -> "LocalEngine":
+    """An engine for weights that nobody trains, in float32."""
     torch.set_num_threads(threads)
-    model = HfModel(folder, dtype=torch.float32, device=torch.device("cpu"), valid_vocab=text.vocab_size)
+    model = HfModel(folder, dtype=torch.float32, device=torch.device(device), valid_vocab=text.vocab_size)
     return LocalEngine(model, end_id=text.end_id, max_tokens=max_tokens)
 
 

@@ -10,7 +10,7 @@ from data_prep.graders.table import grade
 from data_prep.warmups.base import Shares
 from data_prep.warmups.table import warmup, warmup_examples
 from sdpo_core.errors import SpecError
-from tests.data_prep.problems import mcq, spell
+from tests.data_prep.problems import mcq, spell, tool_call
 
 MIX = Shares(plain=0.5, demonstration=0.3)
 
@@ -71,15 +71,28 @@ def test_warmup_repeats_with_its_seed():
 
 def test_warmup_refuses_a_task_without_one():
     with pytest.raises(SpecError, match="pretrained"):
-        warmup_examples("tool_call", [spell()], shares=MIX, rng=np.random.default_rng(0))
+        warmup_examples("tool_call", [tool_call(("f", {}))], shares=MIX, rng=np.random.default_rng(0))
+    with pytest.raises(SpecError, match="got task 'exact', expected one of mcq, spell_backward, tool_call"):
+        warmup_examples("exact", [spell()], shares=MIX, rng=np.random.default_rng(0))
     with pytest.raises(SpecError, match="0 problems"):
         warmup_examples("mcq", [], shares=MIX, rng=np.random.default_rng(0))
 
 
 def test_warmup_right_and_wrong_responses_are_what_they_say():
     rng = np.random.default_rng(0)
-    for problem in (mcq("B"), spell("planet"), spell("aab")):
+    calls = tool_call(("find", {"name": "Ada", "page": 2}), ("list", {}))
+    for problem in (mcq("B"), spell("planet"), spell("aab"), calls, tool_call(("list", {}))):
         task = warmup(problem.task)
         assert grade(problem, task.right(problem), False, level="none").is_correct
         wrong = [task.wrong(problem, rng) for _ in range(100)]
         assert not any(grade(problem, response, False, level="none").is_correct for response in wrong)
+
+
+def test_tool_calls_of_every_shipped_row_can_be_shown_right_and_wrong(prepared):
+    rng = np.random.default_rng(0)
+    task = warmup("tool_call")
+    rows = [row for rows in prepared["toolalpaca-real"].problems.values() for row in rows]
+    assert len(rows) > 100
+    for row in rows:
+        assert grade(row, task.right(row), False, level="none").is_correct, row.id
+        assert not grade(row, task.wrong(row, rng), False, level="none").is_correct, row.id

@@ -9,7 +9,7 @@ import pytest
 from flows.problem_view import view
 from sdpo_core.errors import DataError
 from sdpo_core.records import Problem
-from tests.data_prep.problems import mcq, spell, tool_call
+from tests.data_prep.problems import mcq, spell, true_false
 
 
 def write(data: Path, problem: Problem) -> Problem:
@@ -43,9 +43,9 @@ def test_student_sees_no_gold_and_each_teacher_sees_its_context(tmp_path: Path) 
     assert view(problem.id, data=tmp_path) == view(problem.id, data=tmp_path)
 
 
-@pytest.mark.parametrize(("problem", "title"), [(tool_call(("f", {})), "an empty"), (spell(), "a wrong")])
+@pytest.mark.parametrize(("problem", "title"), [(true_false(), "an empty"), (spell(), "a wrong")])
 def test_feedback_is_shown_for_every_task(tmp_path: Path, problem: Problem, title: str) -> None:
-    """A task without a warm-up has no example of a response, and so no demonstration."""
+    """A task that is not probed has no example of a response, and so no demonstration."""
     shown = parts(view(write(tmp_path, problem).id, data=tmp_path))
     assert f"teacher with feedback on {title} response" in shown
     assert ("teacher with a right sibling" in shown) == (title == "a wrong")
