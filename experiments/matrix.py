@@ -14,7 +14,7 @@ from experiments.profiles import PROFILES
 from reports.rows import PlannedCell
 from sdpo_core.algorithm_specs import AlgorithmSpec, TeacherSpec
 from sdpo_core.backends.table import backend_extras, backend_faults
-from sdpo_core.base_specs import AnyBaseSpec
+from sdpo_core.base_specs import AnyBaseSpec, BaseSpec
 from sdpo_core.errors import SpecError
 from sdpo_core.extras import Extra, lacks, missing
 from sdpo_core.fingerprint import base_fingerprint, cell_fingerprint
@@ -117,24 +117,30 @@ def cells_of(selected: ExperimentSpec, *, declared: ExperimentSpec) -> tuple[Cel
 
 
 def check_profile(profile: ProfileSpec) -> None:
-    """Raise SpecError with all that the profile's backend and engine cannot do, installed or not."""
+    """Raise SpecError with all that backend, engine and bases of the profile cannot do, installed or not."""
     layouts = _layouts(profile)
     faults = [
         *backend_faults(profile.backend, layouts=layouts, dtype=profile.dtype),
         *engine_faults(profile.engine, backend=profile.backend),
     ]
+    made = {base.name for task in profile.tasks.values() for base in _bases(task) if isinstance(base, BaseSpec)}
+    if made and profile.dtype != "float32":
+        faults.append(
+            f"got dtype {profile.dtype!r} for {', '.join(sorted(made))}, expected float32, as a warm-up makes them: "
+            "rounded, they are other weights than their digest says"
+        )
     if faults:
         raise SpecError(f"profile {profile.name}: {'; '.join(faults)}. Correct it in experiments/profiles.py.")
 
 
-def missing_extras(profile: ProfileSpec) -> tuple[Extra, ...]:
-    """What the profile's backend and engine need and this environment does not have."""
-    return missing((*backend_extras(profile.backend, layouts=_layouts(profile)), *engine_extras(profile.engine)))
+def extras_of(profile: ProfileSpec) -> tuple[Extra, ...]:
+    """What the profile's backend and engine need beside the lock, installed or not."""
+    return (*backend_extras(profile.backend, layouts=_layouts(profile)), *engine_extras(profile.engine))
 
 
 def require_extras(profile: ProfileSpec) -> None:
     """Raise SpecError with every extra that running the profile needs and that is not installed."""
-    faults = [lacks(extra) for extra in missing_extras(profile)]
+    faults = [lacks(extra) for extra in missing(extras_of(profile))]
     if faults:
         raise SpecError(f"profile {profile.name}: {'; '.join(faults)}. Install it, or choose another profile.")
 

@@ -1,7 +1,6 @@
 """What this machine can run: Python, packages, cores, memory, disk, accelerators, ports, profiles."""
 
 import importlib.metadata
-import importlib.util
 import shutil
 import socket
 import sys
@@ -11,12 +10,16 @@ from pathlib import Path
 
 import psutil
 
+from experiments.matrix import extras_of
 from experiments.profiles import PROFILES
 from flows.launch import HOST
 from flows.services import ServicesSpec, status
+from sdpo_core.base_specs import PlacedBaseSpec
+from sdpo_core.extras import Extra, missing
+from sdpo_core.journal import Store
+from sdpo_core.specs import ProfileSpec
 
 _PACKAGES = ("torch", "transformers", "prefect", "ray", "mlflow", "datasets", "pandas")
-_EXTRAS = {"megatron": "megatron.core"}
 _NEEDED_BYTES = 4 * 2**30
 _MEMORY_PER_CELL = 2 * 2**30
 
@@ -33,7 +36,7 @@ class Finding:
 
 def examine(home: Path) -> tuple[Finding, ...]:
     """Every finding, whether good or bad."""
-    return (*_packages(), *_machine(home), *_ports(home), *_profiles())
+    return (*_packages(), *_machine(home), *_ports(home), *_profiles(home))
 
 
 def _packages() -> Iterator[Finding]:
@@ -43,11 +46,16 @@ def _packages() -> Iterator[Finding]:
             yield Finding(what=name, state=importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(what=name, state="not installed", advice="make demo installs the lock", blocks=True)
-    for extra, module in _EXTRAS.items():
-        parent = module.split(".", 1)[0]
-        is_there = importlib.util.find_spec(parent) is not None and importlib.util.find_spec(module) is not None
-        advice = "" if is_there else f".venv/bin/pip install -e '.[{extra}]' (no profile needs it yet)"
-        yield Finding(what=f"extra {extra}", state="installed" if is_there else "not installed", advice=advice)
+    for extra in _extras():
+        needing = ", ".join(profile.name for profile in PROFILES.values() if extra in extras_of(profile))
+        is_there = not missing((extra,))
+        advice = "" if is_there else f"{extra.install} (for {needing})"
+        yield Finding(what=f"extra {extra.name}", state="installed" if is_there else "not installed", advice=advice)
+
+
+def _extras() -> tuple[Extra, ...]:
+    """Every extra that a profile needs."""
+    return tuple(dict.fromkeys(extra for profile in PROFILES.values() for extra in extras_of(profile)))
 
 
 def _machine(home: Path) -> Iterator[Finding]:
@@ -65,9 +73,10 @@ def _machine(home: Path) -> Iterator[Finding]:
         advice="" if free >= _NEEDED_BYTES else "free 4 GiB, or set SDPO_HOME to a larger disk",
         blocks=free < _NEEDED_BYTES,
     )
-    device = Path("/proc/driver/nvidia/version").exists()
+    gpus = _gpus()
+    needing = ", ".join(profile.name for profile in PROFILES.values() if profile.gpus_per_cell)
     yield Finding(
-        what="accelerator", state="NVIDIA driver" if device else "none", advice="" if device else "not needed"
+        what="accelerators", state=f"{gpus} NVIDIA" if gpus else "none", advice="" if gpus else f"only for {needing}"
     )
 
 
@@ -87,10 +96,37 @@ def _ports(home: Path) -> Iterator[Finding]:
         )
 
 
-def _profiles() -> Iterator[Finding]:
-    cores = psutil.cpu_count() or 1
+def _profiles(home: Path) -> Iterator[Finding]:
     for profile in PROFILES.values():
-        fits = profile.cpus_per_cell <= cores and not profile.gpus_per_cell
+        lacking = dict(_lacking(profile, home=home))
         yield Finding(
-            what=f"profile {profile.name}", state="runs here" if fits else "does not fit", advice=profile.meaning
+            what=f"profile {profile.name}",
+            state=f"lacks {', '.join(lacking)}" if lacking else "runs here",
+            advice="; ".join(filter(None, lacking.values())) or profile.meaning,
         )
+
+
+def _lacking(profile: ProfileSpec, *, home: Path) -> Iterator[tuple[str, str]]:
+    """What the profile needs and this machine has not, with what to do."""
+    for count, present, what in (
+        (profile.cpus_per_cell, psutil.cpu_count() or 1, "cores"),
+        (profile.gpus_per_cell, _gpus(), "GPUs"),
+    ):
+        if count > present:
+            yield f"{count} {what}", ""
+    for extra in missing(extras_of(profile)):
+        yield f"extra {extra.name}", extra.install
+    for name, place in _placed(profile, home=home).items():
+        if not place.is_dir():
+            yield name, f"place the model at {place}"
+
+
+def _placed(profile: ProfileSpec, *, home: Path) -> dict[str, Path]:
+    """The models of the profile that the user places, and where."""
+    bases = [base for task in profile.tasks.values() for base in (task.base, task.teacher_base)]
+    return {base.name: Store(home).models / base.folder for base in bases if isinstance(base, PlacedBaseSpec)}
+
+
+def _gpus() -> int:
+    """NVIDIA's driver lists each of them, also where no torch can use them."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data_prep.manifest import Manifest
-from experiments.matrix import Selection, cells_of, datasets_to_prepare, plan_bases, plan_cells, select
+from experiments.matrix import Selection, cells_of, check_profile, datasets_to_prepare, plan_bases, plan_cells, select
 from experiments.profiles import PROFILES
 from experiments.table import EXPERIMENTS
 from reports.rows import PlannedCell
@@ -133,6 +133,15 @@ def test_cells_of_names_every_arm_that_does_not_fit_the_profile(monkeypatch: pyt
     assert "expected profile 'smoke' to name one for task 'mcq' (teacher_base)" in message
     assert "arm 'grpo' on 'sciknoweval-physics' under profile 'smoke': 1 rollout a problem for grpo" in message
     assert message.count("arm ") == 2, "opd fits the spelling, sdpo compares no rollouts"
+
+
+def test_a_warmed_up_base_is_not_rounded() -> None:
+    profile = PROFILES["smoke-megatron"]
+    check_profile(profile)
+    with pytest.raises(
+        SpecError, match="profile smoke-megatron: got dtype 'bfloat16' for smoke-mcq, smoke-spell, smok"
+    ):
+        check_profile(profile.model_copy(update={"dtype": "bfloat16"}))
 
 
 def test_only_a_teacher_of_the_profile_brings_a_second_base() -> None:

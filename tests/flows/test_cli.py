@@ -1,6 +1,7 @@
 """The command line without services: exit codes, and one clear line for whatever is wrong."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +12,13 @@ from typer.testing import CliRunner, Result
 
 from data_prep.sources import bundled_bytes
 from experiments.matrix import Selection
+from experiments.profiles import PROFILES
 from flows.cli import app
 from flows.matrix import Matrix, load_matrix
 from flows.processes import REPOSITORY
+from sdpo_core import extras
 from sdpo_core.journal import MetricRecord, Store, write_json
+from sdpo_core.layout import LayoutSpec
 from sdpo_core.specs import CellSpec
 
 Sdpo = Callable[..., Result]
@@ -335,6 +339,36 @@ def test_doctor_prints_the_digest_that_a_worker_of_these_weights_reports(sdpo: S
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == load_model(folder).facts().weights_sha256
     _refused(sdpo("doctor", "--weights", str(tmp_path)), f"model {tmp_path}: got no config.json", "no safetensors")
+
+
+def test_plan_says_what_is_to_be_placed_and_run_what_is_to_be_installed(
+    sdpo: Sdpo, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda _: False)
+    arguments = ("e020", "--datasets", "sciknoweval-physics,toolalpaca-real", "--seeds", "42", "--arms", "grpo")
+    result = sdpo("plan", *arguments)
+    assert result.exit_code == 0, result.output
+    for line in result.stdout.splitlines()[2:]:
+        assert re.match(r".*/grpo/42 +missing +n/a +unknown +its base model is to be placed .* models/Qwen3-4B$", line)
+    _refused(
+        sdpo("run", *arguments),
+        "profile qwen3-4b-2gpu: got no module megatron.core, expected extra 'megatron' (install it: .venv/bin/pip",
+        "; got no module transformer_engine, ",
+    )
+    assert not (home / "bases").exists()
+    (home / "models" / "Qwen3-4B").mkdir(parents=True)
+    assert "its base model is not made yet" in sdpo("plan", *arguments).stdout
+
+
+def test_a_profile_whose_parts_do_not_fit_is_refused_at_once(sdpo: Sdpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"layout": LayoutSpec(context=2), "dtype": "bfloat16", "engine": "vllm"}
+    monkeypatch.setitem(PROFILES, "smoke", PROFILES["smoke"].model_copy(update=changes))
+    for command in ("plan", "run"):
+        _refused(
+            sdpo(command, "e000"),
+            "profile smoke: got a layout of 2 processes for backend 'hf', expected one process; got dtype 'bfloat16'",
+            "; got engine 'vllm', expected one of local, replica. Correct it",
+        )
 
 
 def test_an_arm_that_does_not_fit_the_profile_is_refused_before_anything_starts(sdpo: Sdpo, tmp_path: Path) -> None:

@@ -4,18 +4,49 @@ import importlib.metadata
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from experiments.profiles import PROFILES
-from flows.doctor import examine
+from flows import doctor
+from flows.doctor import Finding, examine
+from sdpo_core import extras
+
+
+def _findings(home: Path) -> dict[str, Finding]:
+    return {finding.what: finding for finding in examine(home)}
 
 
 def test_doctor_blocks_nothing_here_and_names_every_profile(tmp_path: Path) -> None:
-    findings = {finding.what: finding for finding in examine(tmp_path / "home")}
+    findings = _findings(tmp_path / "home")
     assert not any(finding.blocks for finding in findings.values())
     assert findings["torch"].state == importlib.metadata.version("torch")
-    for name in PROFILES:
+    assert {f"profile {name}" for name in PROFILES} <= set(findings)
+    for name in ("tiny", "smoke"):
         assert findings[f"profile {name}"].state == "runs here"
+
+
+def test_doctor_says_what_each_profile_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda module: module != "transformer_engine")
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(doctor, "_gpus", lambda: 1)
+    findings = _findings(tmp_path)
+    assert findings["extra megatron"].state == "installed"
+    assert findings["extra transformer_engine"].advice.endswith("(for qwen3-4b-2gpu)")
+    assert findings["profile tiny-megatron-tp2"].state == "runs here"
+    qwen = findings["profile qwen3-4b-2gpu"]
+    assert qwen.state == "lacks 4 cores, 2 GPUs, extra transformer_engine, qwen3-4b"
+    assert qwen.advice.endswith(f"; place the model at {tmp_path / 'models' / 'Qwen3-4B'}")
+
+    monkeypatch.setattr(extras, "is_installed", lambda _: False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(doctor, "_gpus", lambda: 2)
+    (tmp_path / "models" / "Qwen3-4B").mkdir(parents=True)
+    findings = _findings(tmp_path)
+    assert findings["profile qwen3-4b-2gpu"].state == "lacks extra megatron, extra transformer_engine"
+    tp2 = findings["profile tiny-megatron-tp2"]
+    assert (tp2.state, tp2.advice) == ("lacks extra megatron", ".venv/bin/pip install -e '.[megatron]'")
+    assert findings["profile tiny"].state == "runs here"
 
 
 def test_doctor_blocks_on_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
