@@ -2,17 +2,17 @@
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sdpo_core.actors.process_group import WorkerProcesses
 from sdpo_core.actors.ray_workers import RemoteStudent, RemoteTeacher, ray_workers
 from sdpo_core.backends.base import Projection, TokenRow, WeightsAt
 from sdpo_core.backends.hf_model import WEIGHTS_FILE, weights_sha256
@@ -22,6 +22,7 @@ from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Journal
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights
+from sdpo_core.workers import TeacherWorker
 from tests.sdpo_core.micro import ARMS, MAX_POSITIONS, Base, load_model, make_cell, make_spec, plain_workers
 from tests.sdpo_core.test_cell import numbers, result
 
@@ -37,19 +38,11 @@ CELLS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    """A Ray of this module's own."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 class RecordingTeacher(RemoteTeacher):
     """Keeps the student's weights at every commit, and lets no projection pass through this process."""
 
     def __init__(self, teacher: RemoteTeacher) -> None:
-        super().__init__(teacher.actor, follows=teacher._follows)
+        super().__init__(teacher.processes, follows=teacher._follows)
         self.seen: list[dict[str, Tensor]] = []
 
     def follow(self, student: HasWeights) -> bool:
@@ -126,27 +119,26 @@ def test_projection_goes_from_one_actor_to_the_other_and_only_when_it_changed(
         assert teacher.facts().weights_sha256 == weights_sha256(model.weights())
         assert student.facts().weights_sha256 != teacher.facts().weights_sha256
         torch.testing.assert_close(teacher.projection().weight, model.head.detach(), rtol=0, atol=0)
-        held = CountingActor(student.actor)
-        counted = RemoteStudent(held)
+        counted = CountingProcesses(teacher.processes)
+        teacher.processes = counted
         for _ in range(2):
-            counted.hold_projection_of(RecordingTeacher(teacher))
-        assert held.projections == 1
+            student.hold_projection_of(RecordingTeacher(teacher))
+        assert counted.hand_overs == 1
         teacher.load(tmp_path)
-        counted.hold_projection_of(RecordingTeacher(teacher))
-        assert held.projections == 2
+        student.hold_projection_of(RecordingTeacher(teacher))
+        assert counted.hand_overs == 2
 
 
-class CountingActor:
-    """The student's actor, with its projections counted on the way."""
+class CountingProcesses(WorkerProcesses[TeacherWorker]):
+    """The teacher's processes; counts what they hand over."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-        self.projections = 0
+    def __init__(self, processes: WorkerProcesses[TeacherWorker]) -> None:
+        super().__init__(processes.name, processes.actors)
+        self.hand_overs = 0
 
-    @property
-    def hold_projection(self) -> Any:
-        self.projections += 1
-        return self._actor.hold_projection
+    def hand_over(self, take: Any, *, to: Any, give: Any) -> None:
+        self.hand_overs += 1
+        super().hand_over(take, to=to, give=give)
 
 
 def test_errors_come_through_and_a_dead_worker_is_named(cell_spec: CellSpec, base: Base) -> None:
