@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+MEGATRON := $(VENV)/.ready-megatron
 FOLDERS := data_prep experiments flows reports sdpo_core tasks
 SOURCES := $(FOLDERS) tests $(wildcard benchmarks)
 
@@ -19,13 +20,16 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check mutants secrets bench bench-peer lock clean
+.PHONY: demo test test-megatron check mutants secrets bench bench-peer lock clean
 
 demo: $(READY)  ## train experiment e001 and write results/e001/results.md
 	@$(BIN)/sdpo run e001
 
-test: $(READY)  ## all tests; needs no network and no GPU
-	@$(BIN)/python -m pytest tests
+test: $(READY)  ## all tests but those of the extra; needs no network and no GPU
+	@$(BIN)/python -m pytest -m 'not megatron' tests
+
+test-megatron: $(MEGATRON)  ## the tests of the extra: several processes a model, on a CPU; up to ten minutes
+	@$(BIN)/python -m pytest -m megatron tests
 
 check: $(READY)  ## lint, format, types, import directions
 	@$(BIN)/ruff check $(SOURCES)
@@ -33,7 +37,7 @@ check: $(READY)  ## lint, format, types, import directions
 	@$(BIN)/mypy $(SOURCES)
 	@$(BIN)/lint-imports
 
-mutants: $(READY)  ## put known bugs into copies of the code: each must make a test fail
+mutants: $(MEGATRON)  ## put known bugs into copies of the code: each must make a test fail
 	@$(BIN)/python -m tests.mutants.run
 
 secrets: $(READY)  ## no key or password in a tracked file
@@ -61,4 +65,9 @@ $(READY): requirements.lock pyproject.toml
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/pip install -qq --requirement requirements.lock
 	@$(BIN)/pip install -qq --no-deps --editable .
+	@touch $@
+
+# The lock constrains it: an extra that would move a locked pin is refused, not installed.
+$(MEGATRON): $(READY)
+	@$(BIN)/pip install -qq --constraint requirements.lock --editable '.[megatron]'
 	@touch $@

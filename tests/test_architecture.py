@@ -343,6 +343,16 @@ def test_lock_faults_finds_line(line: str) -> None:
     assert lock_faults(f"# head\nnumpy==2.4.6\n{line}\n") == [line]
 
 
+def test_extras_are_pinned_in_one_place() -> None:
+    """In pyproject.toml: the lock is what everybody installs."""
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    locked = {distribution_name(line) for line in read("requirements.lock").splitlines()}
+    optional = [line for name, extra in extras.items() if name != "dev" for line in extra]
+    assert optional
+    assert lock_faults("\n".join(optional)) == []
+    assert locked.isdisjoint(map(distribution_name, optional))
+
+
 def test_imports_are_declared_dependencies() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     extra = project["optional-dependencies"]["megatron"]
