@@ -150,18 +150,20 @@ _SMOKE = ProfileSpec(
 
 
 def _on_megatron(
-    profile: ProfileSpec, name: str, *, layout: LayoutSpec, scorer_layout: LayoutSpec | None = None
+    profile: ProfileSpec, name: str, *, layout: LayoutSpec, scorer_layout: LayoutSpec | None = None, gpus: int = 0
 ) -> ProfileSpec:
-    """`profile` with the same bases and numbers, its models cut over processes of a CPU."""
+    """`profile` with the same bases and numbers, its models cut over several processes."""
+    where = f"{gpus} GPUs a cell; never run yet (docs/unverified.md)" if gpus else "two CPU cores a cell"
     return profile.model_copy(
         update={
             "name": name,
-            "meaning": f"as {profile.name}, on Megatron-core: {layout.size} processes a model, two CPU cores a cell",
+            "meaning": f"as {profile.name}, on Megatron-core: {layout.size} processes a model, {where}",
             "backend": "megatron",
             "engine": "replica",
             "layout": layout,
             "scorer_layout": scorer_layout,
             "cpus_per_cell": 2,
+            "gpus_per_cell": gpus,
         }
     )
 
@@ -180,6 +182,14 @@ PROFILES: dict[str, ProfileSpec] = {
             scorer_layout=LayoutSpec(tensor=2),
         ),
         _on_megatron(_SMOKE, "smoke-megatron", layout=LayoutSpec(tensor=2)),
+        # As Qwen3-4B below, but for float32, in which the kernels of packed rows do not exist.
+        _on_megatron(
+            _SMOKE,
+            "smoke-megatron-2gpu",
+            layout=QWEN3_4B_2GPU.layout.model_copy(update={"packed": False}),
+            scorer_layout=LayoutSpec(tensor=2, sequence=True, kernels="transformer_engine"),
+            gpus=2,
+        ),
         QWEN3_4B_2GPU,
     )
 }

@@ -53,7 +53,10 @@ def test_every_profile_fits_its_tasks(profile: ProfileSpec) -> None:
 
 
 def test_bases_of_one_model_are_made_once_for_every_profile() -> None:
-    for tiny, others in {"tiny": ("tiny-megatron-tp2cp2", "tiny-megatron-cp2"), "smoke": ("smoke-megatron",)}.items():
+    for tiny, others in {
+        "tiny": ("tiny-megatron-tp2cp2", "tiny-megatron-cp2"),
+        "smoke": ("smoke-megatron", "smoke-megatron-2gpu"),
+    }.items():
         for other in others:
             assert PROFILES[other].tasks == PROFILES[tiny].tasks
 

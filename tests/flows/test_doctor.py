@@ -32,7 +32,7 @@ def test_doctor_says_what_each_profile_lacks(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(doctor, "_gpus", lambda: 1)
     findings = _findings(tmp_path)
     assert findings["extra megatron"].state == "installed"
-    assert findings["extra transformer_engine"].advice.endswith("(for qwen3-4b-2gpu)")
+    assert findings["extra transformer_engine"].advice.endswith("(for smoke-megatron-2gpu, qwen3-4b-2gpu)")
     assert findings["profile tiny-megatron-tp2"].state == "runs here"
     qwen = findings["profile qwen3-4b-2gpu"]
     assert qwen.state == "lacks 4 cores, 2 GPUs, extra transformer_engine, qwen3-4b"
