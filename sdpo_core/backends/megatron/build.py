@@ -26,11 +26,20 @@ def build_model(
     """This process's share of a model, all zeros; the processes of the layout call it together.
 
     Raises:
-        SpecError: the model does not divide over the layout, there are other processes, or `dtype` is another.
+        SpecError: the model does not divide over the layout, there are other processes, `dtype` is another, or `device`
+            is not where megatron-core allocates.
     """
     if dtype not in DTYPES:
         raise SpecError(f"megatron: got dtype {dtype}, expected one of {', '.join(map(str, DTYPES))}. Choose one.")
     check_tensor(shape, tensor=layout.tensor)
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.type != place:
+        raise SpecError(
+            f"megatron: got device {device}, expected {place!r}: megatron-core allocates there. "
+            "To run without CUDA where it is, hide its devices."
+        )
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     groups = initialise(layout)
     model = RowGPT(shape, layout, groups=groups, dtype=dtype, has_value_head=value_head)
     # Kept in training: recomputation happens there alone, and dropout is 0.

@@ -129,7 +129,7 @@ def measure(case: Case, *, folder: Path) -> dict[str, float]:
     """The largest differences over all processes, and how large the gradients are."""
     whole = Whole(case)
     model = loaded(case, whole.model)
-    found = {"weights": back_and_forth(model, whole.model, folder=folder)}
+    found = {"weights": back_and_forth(model, whole.model, folder=folder), "order": out_of_order(model)}
     for epsilon in (1e-5, 1e-8):
         model = loaded(case, whole.model)
         with cpu_guard():
@@ -309,6 +309,14 @@ def over_processes(value: float) -> float:
     largest = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
+
+
+def out_of_order(model: RowGPT) -> float:
+    """0 where neighbours in rank order share a layer, the next ones a sequence, the farthest none; else 1."""
+    layout, groups = model.layout, model.groups
+    shared = groups.context.rank() + layout.context * groups.data.rank()
+    is_in_order = dist.get_rank() == groups.tensor.rank() + layout.tensor * shared
+    return float(not (is_in_order and groups.shared_weights.rank() == shared))
 
 
 def back_and_forth(model: RowGPT, whole: PreTrainedModel, *, folder: Path) -> float:

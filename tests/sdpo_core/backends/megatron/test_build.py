@@ -1,7 +1,6 @@
 """Building a share of a model: what is refused, what is marked, and what a row's states depend on."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,24 +11,20 @@ pytest.importorskip("megatron.core", reason="needs the extra 'megatron'")
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import PretrainedConfig
 
 from sdpo_core.backends.megatron.build import RowGPT, build_model, transformer_config
-from sdpo_core.backends.megatron.groups import initialise
 from sdpo_core.backends.megatron.layers import layer_spec
 from sdpo_core.backends.megatron.names import TRANSFORMER_ENGINE_NAMES, entries, to_shard
 from sdpo_core.backends.megatron.shape import model_shape
 from sdpo_core.errors import DataError, SpecError
 from sdpo_core.layout import LayoutSpec
-from tests.sdpo_core.backends.megatron.processes import run_in_processes
 from tests.sdpo_core.backends.megatron.tiny import llama_config, qwen3_config, tiny_model, tiny_shape
 
 pytestmark = pytest.mark.megatron
 
 CPU = torch.device("cpu")
 ALONE = LayoutSpec()
-THIS = "tests.sdpo_core.backends.megatron.test_build"
 
 
 @pytest.fixture(autouse=True)
@@ -52,53 +47,13 @@ def some_ids(*size: int, seed: int = 1) -> Tensor:
     return torch.randint(1, 250, size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_process_alone_gets_a_group_of_its_own() -> None:
-    groups = initialise(ALONE)
-    assert [group.size() for group in (groups.tensor, groups.context, groups.data, groups.shared_weights)] == [1] * 4
-    assert initialise(LayoutSpec(recompute=True)).tensor.size() == 1
-
-
-def test_other_number_of_processes_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"got 1 processes, expected 4 \(tensor 2 x context 2 x data 1\)"):
-        initialise(LayoutSpec(tensor=2, context=2))
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with pytest.raises(SpecError, match="got 1 processes, expected 2"):
-        initialise(LayoutSpec(data=2))
-
-
-def test_processes_form_one_layout_with_neighbours_sharing_a_layer(tmp_path: Path) -> None:
-    """Of tensor 2 x context 2 a rank's last binary digit is its place in tensor; of context 2 x data 2 in context."""
-    found = run_in_processes(f"{THIS}:form_layouts", size=4, folder=tmp_path)
-    by_tensor_and_context = [[rank & 1, rank >> 1, 0, rank >> 1] for rank in range(4)]
-    by_context_and_data = [[0, rank & 1, rank >> 1, rank] for rank in range(4)]
-    assert found["places"] == [by_tensor_and_context, by_context_and_data]
-    assert "got processes that form tensor 2 x context 2, expected tensor 1 x context 2" in found["refusal"]
-
-
-def form_layouts(_: Path) -> dict[str, object]:
-    found: dict[str, object] = {"places": [places(LayoutSpec(tensor=2, context=2))]}
-    other = LayoutSpec(context=2, data=2)
-    try:
-        initialise(other)
-    except SpecError as error:
-        found["refusal"] = str(error)
-    parallel_state.destroy_model_parallel()
-    return found | {"places": [*found["places"], places(other)]}  # type: ignore[misc]
-
-
-def places(layout: LayoutSpec) -> list[list[int]]:
-    groups = initialise(layout)
-    own = [group.rank() for group in (groups.tensor, groups.context, groups.data, groups.shared_weights)]
-    found: list[list[int]] = [[]] * layout.size
-    dist.all_gather_object(found, own)
-    return found
-
-
-def test_what_does_not_divide_or_is_no_dtype_of_weights_is_refused() -> None:
+def test_what_does_not_divide_or_cannot_be_there_is_refused() -> None:
     with pytest.raises(SpecError, match="tensor 2 for a feed-forward layer of 129"):
         build_model(tiny_shape(intermediate_size=129), LayoutSpec(tensor=2), dtype=torch.float32, device=CPU)
     with pytest.raises(SpecError, match=r"got dtype torch.float16, expected one of torch.float32, torch.bfloat16"):
         build_model(tiny_shape(), ALONE, dtype=torch.float16, device=CPU)
+    with pytest.raises(SpecError, match="got device cuda, expected 'cpu'"):
+        build_model(tiny_shape(), ALONE, dtype=torch.float32, device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize("config", [qwen3_config(), qwen3_config(tie_word_embeddings=False), llama_config()])
