@@ -35,8 +35,7 @@ class LayoutSpec(Spec):
     @property
     def position_multiple(self) -> int:
         """What the length of a padded sequence is divisible by."""
-        context = 1 if self.context == 1 else 2 * self.context
-        return context * (self.tensor if self.sequence else 1)
+        return 2 * self.context * (self.tensor if self.sequence else 1)
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> "LayoutSpec":

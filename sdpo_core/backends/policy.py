@@ -39,7 +39,8 @@ class ModelPolicy:
         self._max_tokens = max_tokens
         self._teacher_head: Head | None = None
 
-    @torch.inference_mode()
+    # Not inference_mode: megatron-core keeps buffers from one call for the next, which may be one of training.
+    @torch.no_grad()
     def score(self, rows: Sequence[TokenRow], *, top_k: int) -> tuple[RowScores, ...]:
         """Log-probabilities of each row's own tokens, and the table at the `top_k` ids the policy ranks highest."""
         if not rows:

@@ -52,7 +52,8 @@ class ModelScorer:
     def _followed(self) -> RowModel:
         return self._parts[-1].model
 
-    @torch.inference_mode()
+    # Not inference_mode: megatron-core keeps buffers from one call for the next, which may be one of training.
+    @torch.no_grad()
     def score(
         self, questions: Sequence[TeacherQuestion], *, support: Support | None, top_k: int
     ) -> tuple[TeacherScores, ...]:
