@@ -26,7 +26,6 @@ from sdpo_core.rollout.table import engine
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights, Teacher
 from sdpo_core.teacher.schedule import commit_rate, logit_shares
-from sdpo_core.text import ChatTokenizer
 
 # The anchor of a policy: the base, as it was.
 ANCHOR = TeacherSpec(schedule="static")
@@ -39,8 +38,7 @@ class StudentWorker:
         torch.set_num_threads(spec.threads_per_worker)
         self._policy = backend(spec).load_policy(spec, folder=folder, device=device)
         self._held_version: int | None = None
-        end_id = ChatTokenizer.load(folder).end_id
-        self._engine = engine(spec).load_engine(spec, policy=self._policy, end_id=end_id)
+        self._engine = engine(spec).load_engine(spec, policy=self._policy, folder=folder, device=device)
 
     def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
         return self._engine.generate(requests, sampling=sampling)

@@ -18,7 +18,7 @@ from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
 
 
-def load_engine(spec: CellSpec, *, policy: Policy, end_id: int) -> "LocalEngine":
+def load_engine(spec: CellSpec, *, policy: Policy, folder: Path, device: str) -> "LocalEngine":  # noqa: ARG001
     """The engine that samples with the very weights `policy` trains."""
     if not isinstance(policy, ModelPolicy) or not isinstance(policy.model, HfModel):
         found = type(policy.model if isinstance(policy, ModelPolicy) else policy).__name__
@@ -26,6 +26,7 @@ def load_engine(spec: CellSpec, *, policy: Policy, end_id: int) -> "LocalEngine"
             f"load_engine: got a {found} for engine 'local', expected the HfModel of backend 'hf'. "
             "Choose an engine of that backend in the profile."
         )
+    end_id = ChatTokenizer.load(folder).end_id
     return LocalEngine(policy.model, end_id=end_id, max_tokens=spec.training.microbatch_tokens)
 
 

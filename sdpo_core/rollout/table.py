@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sdpo_core.errors import SpecError
@@ -31,9 +32,12 @@ ENGINES: Mapping[str, EngineEntry] = {
 
 @runtime_checkable
 class EngineModule(Protocol):
-    """What an engine module offers; `policy` is the student whose weights it samples with."""
+    """What an engine module offers.
 
-    def load_engine(self, spec: CellSpec, *, policy: "Policy", end_id: int) -> "RolloutEngine": ...
+    `policy` is the student whose weights it samples with, `folder` the base it started from, `device` torch's name.
+    """
+
+    def load_engine(self, spec: CellSpec, *, policy: "Policy", folder: Path, device: str) -> "RolloutEngine": ...
 
 
 def engine(spec: CellSpec) -> EngineModule:

@@ -193,4 +193,4 @@ def test_local_engine_refuses_another_backend(base: Base, cell_spec: CellSpec) -
     policy = hf_policy(load_model(base.folder), OptimizerSpec(learning_rate=1.0), temperature=1.0, max_tokens=1)
     policy.model = Mock(spec=RowModel)
     with pytest.raises(SpecError, match="got a Mock for engine 'local', expected the HfModel"):
-        load_engine(make_spec(cell_spec), policy=policy, end_id=END)
+        load_engine(make_spec(cell_spec), policy=policy, folder=base.folder, device="cpu")
