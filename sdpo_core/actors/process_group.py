@@ -115,7 +115,7 @@ def worker_processes(
 
     They ask for no CPUs. `environment` is set before anything is imported in them.
     """
-    variables = {"env_vars": {**LOOPBACK_ENVIRONMENT, **environment}}
+    variables = {"env_vars": {**environment, **LOOPBACK_ENVIRONMENT}}
     actors: list[Any] = []
     with ExitStack() as stack:
         size = len(places)

@@ -1,6 +1,7 @@
 """Processes that meet at a store: they find each other, listen to this machine alone, and do not wait for ever."""
 
 import os
+import socket
 from datetime import timedelta
 
 import psutil
@@ -34,9 +35,17 @@ def meet(rank: int, meeting: Meeting) -> None:
     dist.destroy_process_group()
 
 
+def other_interface() -> str:
+    """An interface that other machines reach, where there is one: what gloo takes unless it is told."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.family is socket.AF_INET and found.address != "127.0.0.1" for found in addresses):
+            return name
+    return "lo"
+
+
 @pytest.fixture(autouse=True)
-def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in LOOPBACK_ENVIRONMENT.items():
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ({"GLOO_SOCKET_IFNAME": other_interface()} | LOOPBACK_ENVIRONMENT).items():
         monkeypatch.setenv(name, value)
 
 

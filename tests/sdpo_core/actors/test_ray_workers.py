@@ -20,6 +20,7 @@ from sdpo_core.cell import Workers
 from sdpo_core.checkpoint import checkpoint_folder
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import Journal
+from sdpo_core.layout import LayoutSpec
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights
 from sdpo_core.workers import TeacherWorker
@@ -167,3 +168,15 @@ def test_worker_that_cannot_start_says_why(cell_spec: CellSpec, base: Base, tmp_
         pytest.raises(DataError, match=f"got no tokenizer_config.json in {tmp_path}"),
     ):
         workers.student.facts()
+
+
+def test_workers_have_as_many_processes_as_their_layouts_say(cell_spec: CellSpec, base: Base) -> None:
+    """Every rank checks the layout; a backend of one process refuses it."""
+    spec = make_spec(cell_spec).model_copy(update={"layout": LayoutSpec(data=2)})
+    with ray_workers(spec, folder=base.folder, gpus=0) as workers:
+        student, teacher = workers.student, workers.teacher
+        assert isinstance(student, RemoteStudent)
+        assert isinstance(teacher, RemoteTeacher)
+        assert (len(student.processes.actors), len(teacher.processes.actors)) == (2, 1)
+        with pytest.raises(SpecError, match="got a layout of 2 processes for backend 'hf'"):
+            student.facts()
