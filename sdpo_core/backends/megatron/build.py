@@ -44,6 +44,8 @@ def build_model(
     model = RowGPT(shape, layout, groups=groups, dtype=dtype, has_value_head=value_head)
     # Kept in training: recomputation happens there alone, and dropout is 0.
     nn.Module.to(model, device).train()
+    # Its frequencies move at the first call: now, so that they are no tensor of inference mode.
+    model.rotary_pos_emb.get_emb(1)
     return model
 
 
@@ -81,7 +83,7 @@ class RowGPT(GPTModel):  # type: ignore[misc]
         Args:
             ids: [row, position] the positions of this context parallel process, padded on the right alone: rotary
                 positions count from the start. With `sequence`, `tensor` divides their number.
-            lengths: of sequences that stand one behind another in a single row; None: each row is a sequence.
+            lengths: of the whole sequences that stand one behind another in a single row; None: each row is one.
 
         Returns:
             [held, row, hidden] of all these positions; with `sequence`, of this process's equal share of them.

@@ -146,6 +146,16 @@ def test_recomputation_runs_the_layers_twice() -> None:
     assert calls == {False: 1, True: 2}
 
 
+def test_states_are_the_same_without_gradients() -> None:
+    for layout in (ALONE, LayoutSpec(recompute=True)):
+        model = loaded(layout=layout)
+        ids = some_ids(2, 8)
+        with torch.inference_mode():
+            states = model(ids)
+        assert not states.requires_grad
+        assert torch.equal(states, model(ids))
+
+
 def test_transformer_engine_is_asked_for_in_words() -> None:
     config = transformer_config(tiny_shape(), ALONE, dtype=torch.float32)
     with pytest.raises(SpecError, match=r"kernels 'transformer_engine', expected TransformerEngine to be installed"):
