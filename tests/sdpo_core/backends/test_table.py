@@ -1,7 +1,5 @@
 """What a backend cannot do is refused in one message, before its module is imported."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from sdpo_core.backends import table
@@ -34,16 +32,15 @@ def test_unknown_backend_names_the_known_ones() -> None:
 def test_megatron_takes_every_switch_and_both_dtypes() -> None:
     switches = {name: True for name, field in LayoutSpec.model_fields.items() if field.annotation is bool}
     assert set(switches) == set(BACKENDS["megatron"].switches)
-    layout = LayoutSpec(tensor=2, **switches)
+    layout = LayoutSpec.model_validate({"tensor": 2, **switches})
     assert list(backend_faults("megatron", layouts=(layout,), dtype="bfloat16")) == []
 
 
 @pytest.fixture
-def absent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend of one process whose extra is nowhere installed."""
     entry = table.BackendEntry(module="no.module", dtypes=("float32",), kernels={"torch": None}, extra=ABSENT)
     monkeypatch.setattr(table, "BACKENDS", {"later": entry})
-    return
 
 
 @pytest.mark.usefixtures("absent")
