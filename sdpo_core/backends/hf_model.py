@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from sdpo_core.backends.base import Projection, TokenRow, WorkerFacts
 from sdpo_core.backends.memory import memory_kind
 from sdpo_core.backends.row_model import HeldStates
+from sdpo_core.backends.weight_files import WEIGHTS_FILE, read_weights
 from sdpo_core.errors import DataError
 from sdpo_core.objectives.head import Head
 
-WEIGHTS_FILE = "model.safetensors"
 # Values of a tensor that are in memory as float32 at once while a digest is taken: 64 MiB.
 _DIGEST_VALUES = 2**24
 
@@ -239,7 +239,8 @@ class HfModel:
         save_file(self.weights(), folder / WEIGHTS_FILE)
 
     def load_weights(self, folder: Path) -> None:
-        self.blend(load_file(folder / WEIGHTS_FILE), rate=1.0)
+        """Weights that this backend or another has saved."""
+        self.blend(read_weights(folder), rate=1.0)
 
     def facts(self) -> WorkerFacts:
         return WorkerFacts(
