@@ -1,5 +1,6 @@
 """What every test shares: a store of its own, no network, one thread a process, and a small cell to work with."""
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,19 @@ _ENVIRONMENT = {
 def pytest_configure() -> None:
     """Fix the environment of this process and of its children."""
     os.environ.update(_ENVIRONMENT)
+
+
+def _has_megatron() -> bool:
+    """Not through `sdpo_core.extras`: the shape checker must be in place before sdpo_core is."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Modules for an extra that is not installed are not even imported; `make test-megatron` installs it."""
+    if collection_path.suffix != ".py" or _has_megatron():
+        return None
+    lines = collection_path.read_text(encoding="utf-8").splitlines()
+    return any(line.startswith("pytestmark") and "mark.megatron" in line for line in lines) or None
 
 
 @pytest.fixture(autouse=True)
