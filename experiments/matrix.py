@@ -16,7 +16,7 @@ from sdpo_core.algorithm_specs import AlgorithmSpec, TeacherSpec
 from sdpo_core.backends.table import backend_extras, backend_faults
 from sdpo_core.base_specs import AnyBaseSpec, BaseSpec
 from sdpo_core.errors import SpecError
-from sdpo_core.extras import Extra, lacks, missing
+from sdpo_core.extras import Extra
 from sdpo_core.fingerprint import base_fingerprint, cell_fingerprint
 from sdpo_core.journal import Store, read_json
 from sdpo_core.layout import LayoutSpec
@@ -136,13 +136,6 @@ def check_profile(profile: ProfileSpec) -> None:
 def extras_of(profile: ProfileSpec) -> tuple[Extra, ...]:
     """What the profile's backend and engine need beside the lock, installed or not."""
     return (*backend_extras(profile.backend, layouts=_layouts(profile)), *engine_extras(profile.engine))
-
-
-def require_extras(profile: ProfileSpec) -> None:
-    """Raise SpecError with every extra that running the profile needs and that is not installed."""
-    faults = [lacks(extra) for extra in missing(extras_of(profile))]
-    if faults:
-        raise SpecError(f"profile {profile.name}: {'; '.join(faults)}. Install it, or choose another profile.")
 
 
 def plan_bases(cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest]) -> tuple[PlannedBase, ...]:

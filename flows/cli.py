@@ -20,9 +20,10 @@ from data_prep.grade_file import MODES, grade_file, summary
 from data_prep.manifest import Manifest
 from data_prep.prepare import prepare_dataset
 from data_prep.table import DATASETS
-from experiments.matrix import Selection, require_extras
+from experiments.matrix import Selection
 from flows import services as persistent
 from flows.launch import program, quiet_environment
+from flows.machine import require_machine
 from flows.matrix import Matrix, load_matrix
 from flows.services import ServiceRecord, private
 from reports.export import cells_json
@@ -138,7 +139,7 @@ def run(
     home = home_folder()
     selection = _selection(datasets, arms, seeds, profile)
     # Before any service is started: what is wrong with the declaration is said within a second or two.
-    require_extras(load_matrix(experiment, selection, home=home).profile)
+    require_machine(load_matrix(experiment, selection, home=home).profile)
     with _prefect(home):
         from flows.sdpo_matrix import REFUSED, sdpo_matrix
 

@@ -13,11 +13,9 @@ import psutil
 from experiments.matrix import extras_of
 from experiments.profiles import PROFILES
 from flows.launch import HOST
+from flows.machine import gpus, lacking
 from flows.services import ServicesSpec, status
-from sdpo_core.base_specs import PlacedBaseSpec
 from sdpo_core.extras import Extra, missing
-from sdpo_core.journal import Store
-from sdpo_core.specs import ProfileSpec
 
 _PACKAGES = ("torch", "transformers", "prefect", "ray", "mlflow", "datasets", "pandas")
 _NEEDED_BYTES = 4 * 2**30
@@ -73,10 +71,10 @@ def _machine(home: Path) -> Iterator[Finding]:
         advice="" if free >= _NEEDED_BYTES else "free 4 GiB, or set SDPO_HOME to a larger disk",
         blocks=free < _NEEDED_BYTES,
     )
-    gpus = _gpus()
+    found = gpus()
     needing = ", ".join(profile.name for profile in PROFILES.values() if profile.gpus_per_cell)
     yield Finding(
-        what="accelerators", state=f"{gpus} NVIDIA" if gpus else "none", advice="" if gpus else f"only for {needing}"
+        what="accelerators", state=f"{found} NVIDIA" if found else "none", advice="" if found else f"only for {needing}"
     )
 
 
@@ -98,35 +96,9 @@ def _ports(home: Path) -> Iterator[Finding]:
 
 def _profiles(home: Path) -> Iterator[Finding]:
     for profile in PROFILES.values():
-        lacking = dict(_lacking(profile, home=home))
+        lacks = lacking(profile, home=home)
         yield Finding(
             what=f"profile {profile.name}",
-            state=f"lacks {', '.join(lacking)}" if lacking else "runs here",
-            advice="; ".join(filter(None, lacking.values())) or profile.meaning,
+            state=f"lacks {', '.join(lack.what for lack in lacks)}" if lacks else "runs here",
+            advice="; ".join(lack.advice for lack in lacks if lack.advice) or profile.meaning,
         )
-
-
-def _lacking(profile: ProfileSpec, *, home: Path) -> Iterator[tuple[str, str]]:
-    """What the profile needs and this machine has not, with what to do."""
-    for count, present, what in (
-        (profile.cpus_per_cell, psutil.cpu_count() or 1, "cores"),
-        (profile.gpus_per_cell, _gpus(), "GPUs"),
-    ):
-        if count > present:
-            yield f"{count} {what}", ""
-    for extra in missing(extras_of(profile)):
-        yield f"extra {extra.name}", extra.install
-    for name, place in _placed(profile, home=home).items():
-        if not place.is_dir():
-            yield name, f"place the model at {place}"
-
-
-def _placed(profile: ProfileSpec, *, home: Path) -> dict[str, Path]:
-    """The models of the profile that the user places, and where."""
-    bases = [base for task in profile.tasks.values() for base in (task.base, task.teacher_base)]
-    return {base.name: Store(home).models / base.folder for base in bases if isinstance(base, PlacedBaseSpec)}
-
-
-def _gpus() -> int:
-    """NVIDIA's driver lists each of them, also where no torch can use them."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

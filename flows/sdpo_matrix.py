@@ -14,9 +14,10 @@ from pydantic import WithJsonSchema
 
 from data_prep.table import DATASETS
 from experiments.arms import ARMS
-from experiments.matrix import Selection, require_extras
+from experiments.matrix import Selection
 from experiments.profiles import PROFILES
 from experiments.table import EXPERIMENTS
+from flows.machine import require_machine
 from flows.matrix import Matrix, datasets_of, matrix_of, select_from
 from flows.progress import Progress
 from flows.services import RayHead, mlflow_uri, ray_head
@@ -78,7 +79,7 @@ def sdpo_matrix(
     )
     try:
         declared, selected = select_from(experiment, selection)
-        require_extras(PROFILES[selected.profile])
+        require_machine(PROFILES[selected.profile])
         names = datasets_of(declared, selected)
         futures = [prepare.submit(name, home=home) for name in names]
         manifests = {name: future.result() for name, future in zip(names, futures, strict=True)}

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
 from data_prep.sources import bundled_bytes
 from experiments.matrix import Selection
 from experiments.profiles import PROFILES
+from flows import machine
 from flows.cli import app
 from flows.matrix import Matrix, load_matrix
 from flows.processes import REPOSITORY
@@ -345,6 +347,8 @@ def test_plan_says_what_is_to_be_placed_and_run_what_is_to_be_installed(
     sdpo: Sdpo, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda _: False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "gpus", lambda: 0)
     arguments = ("e020", "--datasets", "sciknoweval-physics,toolalpaca-real", "--seeds", "42", "--arms", "grpo")
     result = sdpo("plan", *arguments)
     assert result.exit_code == 0, result.output
@@ -352,10 +356,12 @@ def test_plan_says_what_is_to_be_placed_and_run_what_is_to_be_installed(
         assert re.match(r".*/grpo/42 +missing +n/a +unknown +its base model is to be placed .* models/Qwen3-4B$", line)
     _refused(
         sdpo("run", *arguments),
-        "profile qwen3-4b-2gpu: got no module megatron.core, expected extra 'megatron' (install it: .venv/bin/pip",
-        "; got no module transformer_engine, ",
+        "profile qwen3-4b-2gpu: got a machine without 4 cores, 2 GPUs, extra megatron (install it: .venv/bin/pip",
+        ", extra transformer_engine (install it: ",
     )
     assert not (home / "bases").exists()
+    monkeypatch.setattr(extras, "is_installed", lambda _: True)
+    _refused(sdpo("run", *arguments), "got a machine without 4 cores, 2 GPUs, expected all that its cells need.")
     (home / "models" / "Qwen3-4B").mkdir(parents=True)
     assert "its base model is not made yet" in sdpo("plan", *arguments).stdout
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from experiments.profiles import PROFILES
-from flows import doctor
+from flows import machine
 from flows.doctor import Finding, examine
 from sdpo_core import extras
 
@@ -29,18 +29,18 @@ def test_doctor_blocks_nothing_here_and_names_every_profile(tmp_path: Path) -> N
 def test_doctor_says_what_each_profile_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda module: module != "transformer_engine")
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
-    monkeypatch.setattr(doctor, "_gpus", lambda: 1)
+    monkeypatch.setattr(machine, "gpus", lambda: 1)
     findings = _findings(tmp_path)
     assert findings["extra megatron"].state == "installed"
     assert findings["extra transformer_engine"].advice.endswith("(for smoke-megatron-2gpu, qwen3-4b-2gpu)")
     assert findings["profile tiny-megatron-tp2"].state == "runs here"
     qwen = findings["profile qwen3-4b-2gpu"]
-    assert qwen.state == "lacks 4 cores, 2 GPUs, extra transformer_engine, qwen3-4b"
+    assert qwen.state == "lacks 4 cores, 2 GPUs, extra transformer_engine, model qwen3-4b"
     assert qwen.advice.endswith(f"; place the model at {tmp_path / 'models' / 'Qwen3-4B'}")
 
     monkeypatch.setattr(extras, "is_installed", lambda _: False)
     monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
-    monkeypatch.setattr(doctor, "_gpus", lambda: 2)
+    monkeypatch.setattr(machine, "gpus", lambda: 2)
     (tmp_path / "models" / "Qwen3-4B").mkdir(parents=True)
     findings = _findings(tmp_path)
     assert findings["profile qwen3-4b-2gpu"].state == "lacks extra megatron, extra transformer_engine"
