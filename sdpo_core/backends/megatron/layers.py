@@ -101,14 +101,14 @@ class TorchAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: Float[Tensor, "position *row head dim"],
-        key: Float[Tensor, "position *row group dim"],
-        value: Float[Tensor, "position *row group dim"],
+        query: Float[Tensor, "position *row heads width"],
+        key: Float[Tensor, "position *row groups width"],
+        value: Float[Tensor, "position *row groups width"],
         attention_mask: None = None,
         *,
         packed_seq_params: PackedRows | None = None,
         **_: Any,
-    ) -> Float[Tensor, "position rows heads"]:
+    ) -> Float[Tensor, "position rows column"]:
         if packed_seq_params is not None:
             parts = self._packed(query[:, None], key[:, None], value[:, None], packed_seq_params.lengths)
         elif self.context.size() > 1:
