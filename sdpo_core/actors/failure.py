@@ -54,11 +54,10 @@ def _death(error: ray.exceptions.RayActorError, *, where: str) -> Failure:
     return Failure(where=where, worth=Worth.OTHER if error.actor_init_failed else Worth.DEATH, error=death)
 
 
-def silence(failure: Failure, *, silent: Sequence[str]) -> CellError:
-    """What to raise for a failure of unknown cause while some did not answer: one of them may hang."""
-    cause = failure.error.cause if isinstance(failure.error, ray.exceptions.RayTaskError) else failure.error
-    line = (str(cause).splitlines() or ["no message"])[0]
+def silence(error: ray.exceptions.RayTaskError, *, where: str, silent: Sequence[str]) -> CellError:
+    """What to raise for an error that is not ours while some did not answer: one of them may hang."""
+    line = (str(error.cause).splitlines() or ["no message"])[0]
     return CellError(
-        f"{failure.where}: got {type(cause).__name__} ({line}) and no answer from {'; '.join(silent)}, "
-        f"expected one from every rank. {_AGAIN}"
+        f"{where}: got {type(error.cause).__name__} ({line}) and no answer from {'; '.join(silent)}, expected one from "
+        f"every rank. {_AGAIN}"
     )

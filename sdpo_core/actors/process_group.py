@@ -13,8 +13,8 @@ from sdpo_core.actors.failure import Failure, Worth, failure_of, silence
 from sdpo_core.actors.placement import Options
 from sdpo_core.rendezvous import LOOPBACK_ENVIRONMENT, TIMEOUT, Meeting, hosted_meeting, join
 
-# How long a failure waits for a better reason: ranks that lose one of them see a closed connection at once, Ray reports
-# its death within a second or two.
+# How long a failure waits for a better reason: ranks that lose one of them see a closed connection at once, and Ray's
+# report of its death came 0.04 seconds later on a busy machine.
 GRACE_SECONDS = 5.0
 
 Worker = TypeVar("Worker")
@@ -145,9 +145,9 @@ def _wait(calls: Sequence[_Call]) -> None:
     for owner in {call.owner for call in calls}:
         owner.end_if_several()
     best = min(failures, key=lambda failure: failure.worth)
-    if best.worth is Worth.OTHER and waiting:
+    if waiting and isinstance(best.error, ray.exceptions.RayTaskError):
         _log.error("%s", best.where, exc_info=best.error)
-        raise silence(best, silent=[call.where for call in waiting.values()])
+        raise silence(best.error, where=best.where, silent=[call.where for call in waiting.values()])
     raise best.error
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from sdpo_core.actors.process_group import WorkerProcesses
 from sdpo_core.actors.ray_workers import RemoteStudent, RemoteTeacher, ray_workers
 from sdpo_core.backends.base import Projection, TokenRow, WeightsAt
-from sdpo_core.backends.hf_model import WEIGHTS_FILE, weights_sha256
+from sdpo_core.backends.hf_model import weights_sha256
+from sdpo_core.backends.weight_files import WEIGHTS_FILE
 from sdpo_core.cell import Workers
 from sdpo_core.checkpoint import checkpoint_folder
 from sdpo_core.errors import CellError, DataError, SpecError
