@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-megatron check mutants secrets bench bench-peer lock clean
+.PHONY: demo test test-megatron check mutants secrets bench bench-megatron bench-peer lock clean
 
 demo: $(READY)  ## train experiment e001 and write results/e001/results.md
 	@$(BIN)/sdpo run e001
@@ -48,6 +48,9 @@ bench: $(READY)  ## time and memory of the losses, beside dense ones (docs/lab-l
 
 bench-peer: $(READY)  ## a step of GRPO and SDPO beside TRL's: CPU time and memory (docs/parity.md)
 	@$(BIN)/python -m benchmarks.peer_trl
+
+bench-megatron: $(MEGATRON)  ## a step on Megatron-core's layouts beside one process: time and memory (docs/lab-log.md)
+	@$(BIN)/python -m benchmarks.megatron
 
 lock:  ## resolve pyproject.toml afresh and write requirements.lock
 	@.ci/lock "$(PYTHON)"
