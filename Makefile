@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MEGATRON := $(VENV)/.ready-megatron
+SGLANG := .venv-sglang/.ready
 FOLDERS := data_prep experiments flows reports sdpo_core tasks
-SOURCES := $(FOLDERS) tests $(wildcard benchmarks)
+SOURCES := $(FOLDERS) sglang_plugin tests $(wildcard benchmarks)
 
 # Nothing calls home, nothing looks for a model hub, and no library takes more threads than a worker asks for.
 export DO_NOT_TRACK := true
@@ -20,16 +21,21 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-megatron check mutants secrets bench bench-megatron bench-peer lock clean
+.PHONY: demo test test-megatron test-sglang sglang-env check mutants secrets bench bench-megatron bench-peer lock clean
 
 demo: $(READY)  ## train experiment e001 and write results/e001/results.md
 	@$(BIN)/sdpo run e001
 
-test: $(READY)  ## all tests but those of the extra; needs no network and no GPU
-	@$(BIN)/python -m pytest -m 'not megatron' tests
+test: $(READY)  ## all tests but those of the extra and of SGLang; needs no network and no GPU
+	@$(BIN)/python -m pytest -m 'not megatron and not sglang' tests
 
 test-megatron: $(MEGATRON)  ## the tests of the extra: several processes a model, on a CPU; up to ten minutes
 	@$(BIN)/python -m pytest -m megatron tests
+
+test-sglang: $(READY) sglang-env  ## the tests that start an SGLang server, on a CPU; up to ten minutes
+	@$(BIN)/python -m pytest -m sglang tests
+
+sglang-env: $(SGLANG)  ## the environment of the SGLang server, apart from this one (docs/decisions/0010-sglang-apart.md)
 
 check: $(READY)  ## lint, format, types, import directions
 	@$(BIN)/ruff check $(SOURCES)
@@ -74,3 +80,6 @@ $(READY): requirements.lock pyproject.toml
 $(MEGATRON): $(READY)
 	@$(BIN)/pip install -qq --constraint requirements.lock --editable '.[megatron]'
 	@touch $@
+
+$(SGLANG): requirements-sglang.lock .ci/sglang-env $(wildcard sglang_plugin/*.toml sglang_plugin/*/*.py sglang_plugin/*/*/*.py sglang_plugin/*/*/*/*.py)
+	@.ci/sglang-env "$(PYTHON)"

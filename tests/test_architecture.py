@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("data_prep", "experiments", "flows", "reports", "sdpo_core", "tasks")
-OWN = frozenset({*FOLDERS, "tests", "benchmarks"})
+OWN = frozenset({*FOLDERS, "tests", "benchmarks", "sdpo_sglang"})
 TORCH_FREE = (
     "algorithm_specs",
     "backends/table",
@@ -33,6 +33,8 @@ TORCH_FREE = (
     "random_streams",
     "records",
     "rollout/table",
+    "sglang/guard",
+    "sglang/server",
     "spec_base",
     "specs",
 )
@@ -56,7 +58,7 @@ REGISTRY_HOSTS = re.compile(
     r"pypi\." + r"org|python" + r"hosted\.org|download\." + r"pytorch\.org|registry\.npm" + r"js\.org"
 )
 INDEX_OPTIONS = re.compile(r"--(?:extra-)?index-" + r"url|--find-" + r"links|\bfile:" + r"//")
-CODE = (".py", ".toml", ".yaml", ".yml", ".lock", "Makefile", ".ci/run", ".ci/lock")
+CODE = (".py", ".toml", ".yaml", ".yml", ".lock", "Makefile", ".ci/run", ".ci/lock", "-env", "-lock")
 
 
 @cache
@@ -359,11 +361,17 @@ def test_imports_are_declared_dependencies() -> None:
     # The modules of an extra are imported where it is installed, and read here where it is not.
     runtime = frozenset(map(distribution_name, [*project["dependencies"], *extra])) | {"megatron"}
     tests = runtime | frozenset(map(distribution_name, project["optional-dependencies"]["dev"]))
+    # A project of its own, for another environment.
+    server = tomllib.loads(read("sglang_plugin/pyproject.toml"))["project"]
+    declared = {
+        "sglang_plugin": frozenset(map(distribution_name, server["dependencies"])),
+        **dict.fromkeys(FOLDERS, runtime),
+    }
     python = [path for path in tracked() if path.endswith(".py")]
     assert [
         fault
         for path in python
-        for fault in dependency_faults(path, read(path), declared=runtime if path.split("/")[0] in FOLDERS else tests)
+        for fault in dependency_faults(path, read(path), declared=declared.get(path.split("/")[0], tests))
     ] == []
 
 

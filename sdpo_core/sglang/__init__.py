@@ -1,0 +1,1 @@
+"""An SGLang server of our own and its client: torch-free, the server runs in an environment of its own."""

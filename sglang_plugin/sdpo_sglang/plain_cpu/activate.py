@@ -1,0 +1,39 @@
+"""Entry points of the plain-CPU platform: what SGLang calls to learn of it, and its hooks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def activate() -> str | None:
+    """The platform's class; None on a machine with a GPU, which has SGLang's own platform."""
+    return None if torch.cuda.is_available() else "sdpo_sglang.plain_cpu.platform.PlainCpu"
+
+
+def register() -> None:
+    """Hooks for --enable-deterministic-inference without Triton, sgl_kernel or a compiler.
+
+    Matrix products stay torch's own: equal up to rounding for another composition of the batch, not bit by bit.
+    """
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sdpo_sglang.plain_cpu.murmur import murmur_hash32
+
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+        _do_nothing,
+        HookType.REPLACE,
+    )
+    HookRegistry.register("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", _run_uncompiled, HookType.AROUND)
+
+
+def _do_nothing(_runner: Any) -> None:
+    """It would replace matrix products by Triton's."""
+
+
+def _run_uncompiled(original: Callable[..., Any], *arguments: Any) -> Any:
+    return getattr(original, "_torchdynamo_orig_callable", original)(*arguments)

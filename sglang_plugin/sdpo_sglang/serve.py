@@ -1,0 +1,49 @@
+"""Starts the server: `python -m sdpo_sglang.serve` with the flags of SGLang, and its key in SDPO_SGLANG_KEY.
+
+SGLang takes the key as a flag, which every user of the machine can read, and writes all flags to its log.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sdpo_sglang.key import Key
+
+KEY_VARIABLE = "SDPO_SGLANG_KEY"
+STUBS = Path(__file__).parent / "stubs"
+
+
+def prepare() -> None:
+    """Stub and platform where the machine needs them, for this process and those that it starts."""
+    if importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(STUBS))
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = str(STUBS) if not path else f"{path}{os.pathsep}{STUBS}"
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["SGLANG_PLATFORM"] = "sdpo_plain_cpu"
+
+
+def main(flags: list[str]) -> None:
+    """Serve until ended."""
+    key = Key(os.environ.pop(KEY_VARIABLE, ""))
+    prepare()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    settings: Any = prepare_server_args(flags)
+    settings.api_key = key or None
+    try:
+        run_server(settings)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
