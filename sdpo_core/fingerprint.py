@@ -17,7 +17,7 @@ from sdpo_core.spec_base import Spec
 from sdpo_core.specs import CellSpec
 
 # Raise it when a change of code alters numbers under an unchanged spec; cells of another version are `stale`.
-NUMERICS_VERSION = 2
+NUMERICS_VERSION = 3
 # The same for base weights. Apart from the other, so that cells of an older numerics version are still known by their
 # base, and read `stale` instead of `missing`.
 WARMUP_VERSION = 1

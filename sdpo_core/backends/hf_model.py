@@ -52,6 +52,8 @@ class HfModel:
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
         )
         torch.nn.Module.to(self.model, device).train(False)
+        # torch gives the embedding of the padding id no gradient, but a response may hold that id like any other.
+        self.model.get_input_embeddings().padding_idx = None
         self.device = device
         self.weights_version = 0
         self.value_head: torch.nn.Linear | None = None

@@ -104,6 +104,27 @@ def test_tied_head_gets_both_gradients(double: HfModel) -> None:
     assert torch.equal(gradient[259:], torch.zeros(3, 32, dtype=torch.float64))  # padded vocabulary
 
 
+def test_sampled_padding_token_gets_the_gradient_of_any_other(double: HfModel, base: Base) -> None:
+    """Against a finite difference: an embedding layer that knows a padding id leaves that row out."""
+    pad = base.text.pad_id
+    row = TokenRow(prompt_ids=(1, 2), response_ids=(pad, 5, 6))
+    embedding = double.model.get_input_embeddings().weight
+
+    def loss() -> Tensor:
+        return -response_logits(double, [row]).log_softmax(dim=1)[1:, [5, 6]].diagonal().sum()
+
+    slope = gradients(double, loss())["model.embed_tokens.weight"][pad]
+    with torch.no_grad():
+        direction = torch.linspace(-1, 1, len(slope), dtype=torch.float64)
+        embedding[pad] += 1e-3 * direction
+        above = loss()
+        embedding[pad] -= 2e-3 * direction
+        below = loss()
+        embedding[pad] += 1e-3 * direction
+    # The norms of the model compute in float32, whatever it is in. What the head gives the row is in both.
+    assert float(slope @ direction) == pytest.approx(float(above - below) / 2e-3, rel=1e-2)
+
+
 def test_changing_a_token_changes_only_later_logits(double: HfModel) -> None:
     """Row t is predicted from before token t."""
     row = TokenRow(prompt_ids=(9, 8, 7), response_ids=(1, 2, 3, 4))
