@@ -35,6 +35,8 @@ _POLL_SECONDS = 0.2
 _REQUEST_SECONDS = 30.0
 _PORT_TRIES = 3
 _SHOWN_LINES = 4
+# SGLang takes no input within 6 tokens of its context; one that fills the model's positions can be scored all the same.
+_RESERVED_POSITIONS = 8
 # Settings of this process that mean something else, or the wrong thing, to the server.
 _NOT_INHERITED = ("PYTHON", "SGLANG_", "RAY_", "PREFECT_", "MLFLOW_", "VIRTUAL_ENV")
 
@@ -183,8 +185,6 @@ class ManagedServer:
 
     def _launch(self, port: int) -> None:
         python = find_python() if self._spec.python is None else self._spec.python
-        if not (self._spec.model / "config.json").is_file():
-            raise SpecError(f"ManagedServer: got no config.json in {self._spec.model}, expected a model's folder.")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.url = f"http://{HOST}:{port}"
         read, self._life = os.pipe()
@@ -275,6 +275,7 @@ _PROBE: dict[str, Any] = {
 def _flags(spec: ServerSpec, *, port: int) -> list[str]:
     flags = ["--model-path", str(spec.model), "--host", HOST, "--port", str(port), "--device", spec.device]
     flags += ["--dtype", spec.dtype, "--max-total-tokens", str(spec.max_total_tokens), "--random-seed", "0"]
+    flags += ["--context-length", str(_num_positions(spec.model) + _RESERVED_POSITIONS)]
     # No grammar is ever asked for, an idle scheduler would take most of a core, and a line a request fills the log.
     flags += ["--max-running-requests", "64", "--grammar-backend", "none", "--sleep-on-idle", "--skip-server-warmup"]
     flags += ["--log-level-http", "warning"]
@@ -288,6 +289,17 @@ def _flags(spec: ServerSpec, *, port: int) -> list[str]:
     return [*flags, *spec.extra]
 
 
+def _num_positions(model: Path) -> int:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return int(config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError) as error:
+        raise SpecError(
+            f"ManagedServer: got no config.json with max_position_embeddings in {model} ({error}), expected a model's "
+            "folder in Hugging Face form. Publish the weights there first."
+        ) from error
+
+
 def _environment(spec: ServerSpec, *, token: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
     return {
@@ -296,10 +308,12 @@ def _environment(spec: ServerSpec, *, token: str) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # Neither gloo nor NCCL asks who connects.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "SDPO_SGLANG_KEY": token,
         "SDPO_SGLANG_VALID_VOCAB": str(spec.valid_vocab),
+        "SDPO_SGLANG_POSITIONS": str(_num_positions(spec.model)),
         **dict(spec.environment),
     }

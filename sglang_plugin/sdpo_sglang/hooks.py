@@ -22,6 +22,9 @@ from sdpo_sglang.answer import score_rows
 from sdpo_sglang.question import Question, parse
 
 VOCAB_VARIABLE = "SDPO_SGLANG_VALID_VOCAB"
+POSITIONS_VARIABLE = "SDPO_SGLANG_POSITIONS"
+# What SGLang takes for a request that does not say.
+_SGLANG_NEW_TOKENS = 128
 
 
 class Asked(int):
@@ -32,23 +35,40 @@ class Asked(int):
     vocab: int
 
 
-def check_request(original: Callable[..., Any], manager: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+def check_request(
+    original: Callable[..., Any],
+    manager: Any,
+    request: Any,
+    input_text: Any,
+    input_ids: list[int] | None,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
     """Refuse what the scheduler could not serve: a ValueError here is HTTP 400, an exception there ends the server."""
-    vocab = valid_vocab(manager.model_config.vocab_size)
-    input_ids = getattr(request, "input_ids", None)
-    if input_ids and isinstance(input_ids[0], int) and not (min(input_ids) >= 0 and max(input_ids) < vocab):
-        raise ValueError(f"input_ids: got ids {min(input_ids)} to {max(input_ids)}, expected 0 to {vocab - 1}.")
     parameters = getattr(request, "sampling_params", None)
-    score = _score_of(parameters.get("custom_params")) if isinstance(parameters, dict) else None
-    if score is not None:
-        _check_score(request, score, vocab=vocab)
-    return original(manager, request, *arguments, **named)
+    if input_ids and isinstance(parameters, dict):
+        vocab = valid_vocab(manager.model_config.vocab_size)
+        if not (min(input_ids) >= 0 and max(input_ids) < vocab):
+            raise ValueError(f"input_ids: got ids {min(input_ids)} to {max(input_ids)}, expected 0 to {vocab - 1}.")
+        _check_length(len(input_ids), parameters)
+        score = _score_of(parameters.get("custom_params"))
+        if score is not None:
+            _check_score(request, score, input_ids=input_ids, vocab=vocab)
+    return original(manager, request, input_text, input_ids, *arguments, **named)
 
 
-def _check_score(request: Any, score: Any, *, vocab: int) -> None:
-    if not isinstance(score, dict) or not request.input_ids:
-        raise ValueError("score: got no fields or no input_ids, expected both.")
-    question = parse(score, input_ids=request.input_ids, vocab=vocab)
+def _check_length(num_inputs: int, parameters: dict[str, Any]) -> None:
+    """The server's context is a few tokens longer than the model, so that an input may fill the model's positions."""
+    positions = os.environ.get(POSITIONS_VARIABLE)
+    new = parameters.get("max_new_tokens", _SGLANG_NEW_TOKENS)
+    if positions is not None and (new is None or num_inputs + new > int(positions)):
+        raise ValueError(f"max_new_tokens: got {new} after {num_inputs} tokens, expected {positions} at most in all.")
+
+
+def _check_score(request: Any, score: Any, *, input_ids: list[int], vocab: int) -> None:
+    if not isinstance(score, dict):
+        raise ValueError(f"score: got {type(score).__name__}, expected an object.")
+    question = parse(score, input_ids=input_ids, vocab=vocab)
     wanted = {
         "return_logprob": True,
         "logprob_start_len": score["start"],
@@ -144,7 +164,12 @@ _MANAGERS = "sglang.srt.managers"
 _LOGPROBS = "sglang.srt.layers.logprob_processor"
 # Target, hook, its kind, and the parameters that it relies on.
 HOOKS: tuple[tuple[str, Callable[..., Any], str, tuple[str, ...]], ...] = (
-    (f"{_MANAGERS}.tokenizer_manager.TokenizerManager._create_tokenized_object", check_request, "AROUND", ("obj",)),
+    (
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        check_request,
+        "AROUND",
+        ("input_ids",),
+    ),
     (f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend", attach_questions, "AFTER", ()),
     (
         f"{_LOGPROBS}.get_top_logprobs_chunk",
