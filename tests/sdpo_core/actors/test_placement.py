@@ -9,6 +9,9 @@ import ray
 from sdpo_core.actors.placement import Options, placed
 from sdpo_core.errors import SpecError
 
+# Actors for which Ray finds no place wait for ever.
+PLACED_SECONDS = 60.0
+
 
 class Probe:
     """Says which GPUs Ray has given it, and on which node it is."""
@@ -32,7 +35,10 @@ def test_placed_gives_each_rank_of_a_worker_its_own_gpu() -> None:
     for _ in range(2):
         with placed({"student": 2, "teacher": 2, "anchor": 1}, gpus=2) as places:
             probes = start(places)
-            gpus = {name: ray.get([probe.gpus.remote() for probe in ranks]) for name, ranks in probes.items()}
+            gpus = {
+                name: ray.get([probe.gpus.remote() for probe in ranks], timeout=PLACED_SECONDS)
+                for name, ranks in probes.items()
+            }
         first, second = gpus["student"]
         assert sorted([*first, *second]) == [0, 1]
         assert gpus == {"student": [first, second], "teacher": [first, second], "anchor": [first]}
