@@ -1,0 +1,173 @@
+"""The life of a managed server: it does not start, is killed, hangs, loses its owner; nothing is ever left running.
+
+A start takes 16 to 32 s on two busy cores, so the tests that need one share it where they can.
+"""
+
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sdpo_core.errors import CellError, SpecError
+from sdpo_core.sglang.server import ManagedServer, ServerSpec, find_python, reserve_port
+from tests.sdpo_core.sglang.asking import Ask, Oracle, answer
+from tests.sdpo_core.sglang.families import gone_within
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+# Ended by the guard within its grace; the rest is a busy machine.
+END_SECONDS = 8.0
+SMALL = Ask(prompt=3, response=4, k=5)
+
+OWNER = """
+import json, sys, time
+from pathlib import Path
+from sdpo_core.sglang.server import ManagedServer, ServerSpec
+
+model, valid_vocab, folder = sys.argv[1:]
+numbers = {"valid_vocab": int(valid_vocab), "max_total_tokens": 1024, "threads": 1}
+spec = ServerSpec(model=Path(model), dtype="float32", deterministic=False, **numbers)
+server = ManagedServer(spec, folder=Path(folder))
+server.start()
+print(*[process.pid for process in server.processes()], flush=True)
+time.sleep(600)
+"""
+
+
+def scheduler_of(server: ManagedServer) -> psutil.Process:
+    (found,) = [process for process in server.processes() if "scheduler" in "".join(process.cmdline()[:1])]
+    return found
+
+
+def assert_scores(server: ManagedServer, spec: ServerSpec) -> None:
+    values, _ = answer(server, SMALL, vocab=spec.valid_vocab)
+    wanted, _ = Oracle(spec.model, vocab=spec.valid_vocab).columns(SMALL)
+    assert abs(values - wanted).max() <= 1e-5
+
+
+def test_missing_environment_says_how_to_build_it(
+    server_spec: ServerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDPO_SGLANG_PYTHON", str(tmp_path / "nowhere"))
+    with pytest.raises(SpecError, match=r"nowhere, expected an environment with SGLang\. Run `make sglang-env`"):
+        ManagedServer(server_spec, folder=tmp_path).start()
+
+
+def test_named_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDPO_SGLANG_PYTHON", sys.executable)
+    assert find_python() == Path(sys.executable)
+
+
+def test_environment_without_sglang_fails_with_its_last_words(server_spec: ServerSpec, tmp_path: Path) -> None:
+    server = ManagedServer(dataclasses.replace(server_spec, python=Path(sys.executable)), folder=tmp_path)
+    with pytest.raises(CellError, match=r"No module named .*sdpo_sglang.* Read .*server\.log"):
+        server.start()
+    assert not server.is_alive()
+
+
+def test_folder_without_a_model_is_refused(server_spec: ServerSpec, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"got no config\.json"):
+        ManagedServer(dataclasses.replace(server_spec, model=tmp_path), folder=tmp_path).start()
+
+
+def test_broken_weights_fail_with_the_last_words(server_spec: ServerSpec, tmp_path: Path) -> None:
+    for file in server_spec.model.iterdir():
+        (tmp_path / file.name).write_bytes(b"x" * 100 if file.suffix == ".safetensors" else file.read_bytes())
+    server = ManagedServer(dataclasses.replace(server_spec, model=tmp_path), folder=tmp_path)
+    with pytest.raises(CellError, match=r"got an end before it was ready.*It said: .*[Hh]eader"):
+        server.start()
+    assert not server.is_alive()
+
+
+def test_slow_start_is_given_up_and_nothing_is_left(server_spec: ServerSpec, tmp_path: Path) -> None:
+    server = ManagedServer(server_spec, folder=tmp_path, start_seconds=3.0)
+    before = time.monotonic()
+    with pytest.raises(CellError, match="got no answer in 3 s, expected a server"):
+        server.start()
+    assert time.monotonic() - before < 3 + END_SECONDS
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(server_spec.model) in (p.info["cmdline"] or [])]
+
+
+def test_server_without_the_scoring_hooks_is_refused(server_spec: ServerSpec, tmp_path: Path) -> None:
+    """It would answer every score with its own best ids."""
+    spec = dataclasses.replace(server_spec, environment=(("SGLANG_PLUGINS", "sdpo_plain_cpu"),))
+    server = ManagedServer(spec, folder=tmp_path)
+    with pytest.raises(CellError, match="got other columns than were asked for"):
+        server.start()
+    assert not server.is_alive()
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[socket.socket]:
+    """A port that another program listens on."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        yield listener
+
+
+@pytest.fixture(scope="module")
+def own(
+    server_spec: ServerSpec, taken: socket.socket, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ManagedServer]:
+    """A server to be broken; its first port is taken."""
+    waiting = [taken]
+
+    def reserve() -> socket.socket:
+        if not waiting:
+            return reserve_port()
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(taken.getsockname())
+        waiting.pop().listen()
+        return held
+
+    with ManagedServer(server_spec, folder=tmp_path_factory.mktemp("own"), reserve=reserve) as server:
+        yield server
+
+
+def test_taken_port_is_left_for_another(own: ManagedServer, taken: socket.socket, server_spec: ServerSpec) -> None:
+    assert own.url != f"http://127.0.0.1:{taken.getsockname()[1]}"
+    assert f"--port {taken.getsockname()[1]}" not in " ".join(own.processes()[0].cmdline())
+    assert_scores(own, server_spec)
+
+
+def test_killed_scheduler_is_noticed_and_a_restart_serves_again(own: ManagedServer, server_spec: ServerSpec) -> None:
+    pids = [process.pid for process in own.processes()]
+    scheduler_of(own).kill()
+    assert gone_within(pids[:1], seconds=20) == []
+    assert not own.is_alive()
+    assert gone_within(pids, seconds=1) == []
+    own.restart()
+    assert own.is_alive()
+    assert_scores(own, server_spec)
+
+
+def test_hanging_scheduler_is_ended_all_the_same(own: ManagedServer) -> None:
+    pids = [process.pid for process in own.processes()]
+    scheduler_of(own).send_signal(signal.SIGSTOP)
+    own.stop()
+    assert gone_within(pids, seconds=1) == []
+    assert not own.is_alive()
+    own.stop()
+
+
+def test_killed_owner_leaves_no_process(server_spec: ServerSpec, tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(server_spec.model), str(server_spec.valid_vocab), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    assert len(pids) >= 4
+    owner.kill()
+    owner.wait()
+    assert gone_within(pids, seconds=END_SECONDS) == []
