@@ -1,10 +1,12 @@
-"""Where SGLang calls this package: four hooks around functions of its own, through its facility for plugins.
+"""Where SGLang calls this package: hooks around functions of its own, through its facility for plugins.
 
 - A request with `custom_params["score"]` (see `question`) gets, in place of the top log-probabilities of its input, the
   columns of `answer`. Its number of top log-probabilities becomes an int that carries the question: it travels where
   the number does.
 - Ids that the tokenizer does not have (padding of the vocabulary, from SDPO_SGLANG_VALID_VOCAB on) get no probability:
   logits -inf, in sampling and in every log-probability.
+- The store through which the scheduler's processes find each other listens on the loopback interface alone. It does not
+  ask who connects, and torch lets it listen on all.
 
 Written for SGLang 0.5.23. Whoever asks must check the ids of the answer: a server without this package answers with its
 own best ids.
@@ -13,6 +15,7 @@ own best ids.
 import inspect
 import os
 import pkgutil
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +147,33 @@ def mask_padding(logits: Tensor, processor: Any, *_arguments: Any, **_named: Any
     return logits
 
 
+def host_on_loopback(
+    original: Callable[..., Any],
+    hostname: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout: Any,
+    use_libuv: bool = True,
+) -> Any:
+    """Around torch's rendezvous: the first process hosts the store where the others look for it, and nowhere else."""
+    if rank != 0 or hostname != _LOOPBACK:
+        return original(hostname, port, rank, world_size, timeout, use_libuv)
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with socket.create_server((hostname, port)) as listener:
+        return TCPStore(
+            host_name=hostname,
+            port=port,
+            world_size=world_size,
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+            use_libuv=use_libuv,
+        )
+
+
 def valid_vocab(size: int) -> int:
     """Ids of the tokenizer, of a model with `size` rows in its head."""
     declared = int(os.environ.get(VOCAB_VARIABLE, size))
@@ -160,6 +190,7 @@ def _score_of(custom: Any) -> Any:
     return custom.get("score") if isinstance(custom, dict) else None
 
 
+_LOOPBACK = "127.0.0.1"
 _MANAGERS = "sglang.srt.managers"
 _LOGPROBS = "sglang.srt.layers.logprob_processor"
 # Target, hook, its kind, and the parameters that it relies on.
@@ -179,6 +210,7 @@ HOOKS: tuple[tuple[str, Callable[..., Any], str, tuple[str, ...]], ...] = (
     ),
     (f"{_LOGPROBS}.get_top_logprobs_raw", plain_numbers, "AROUND", ("logprobs", "top_logprobs_nums")),
     ("sglang.srt.layers.logits_processor.LogitsProcessor._get_logits", mask_padding, "AFTER", ("hidden_states",)),
+    ("torch.distributed.rendezvous._create_c10d_store", host_on_loopback, "AROUND", ("hostname", "port", "rank")),
 )
 
 

@@ -5,6 +5,7 @@ SGLang takes the key as a flag, which every user of the machine can read, and wr
 
 import importlib.util
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,17 @@ def prepare() -> None:
         os.environ["SGLANG_PLATFORM"] = "sdpo_plain_cpu"
 
 
+def require_free_port(flags: list[str]) -> None:
+    """Raise OSError (address already in use) now: SGLang would bind when the model is loaded."""
+    host, port = (flags[flags.index(name) + 1] for name in ("--host", "--port"))
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, int(port)))
+
+
 def main(flags: list[str]) -> None:
-    """Serve until ended."""
+    """Serve until ended; `flags` hold --host and --port."""
+    require_free_port(flags)
     key = Key(os.environ.pop(KEY_VARIABLE, ""))
     prepare()
     from sglang.launch_server import run_server

@@ -139,6 +139,18 @@ def test_taken_port_is_left_for_another(own: ManagedServer, taken: socket.socket
     assert_scores(own, server_spec)
 
 
+def test_only_this_machine_can_reach_it(own: ManagedServer) -> None:
+    """Also what its processes find each other by, which asks nobody for a token."""
+    listening = [
+        connection.laddr.ip
+        for process in own.processes()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 2
+    assert set(listening) == {"127.0.0.1"}
+
+
 def test_killed_scheduler_is_noticed_and_a_restart_serves_again(own: ManagedServer, server_spec: ServerSpec) -> None:
     pids = [process.pid for process in own.processes()]
     scheduler_of(own).kill()
