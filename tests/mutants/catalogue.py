@@ -15,6 +15,9 @@ CONTEXT_PARALLEL = (f"{TESTS}/objectives/test_context_parallel.py",)
 DIVERGENCES = (f"{TESTS}/objectives/test_divergence.py", f"{TESTS}/objectives/test_support_divergence.py")
 SPECS = (f"{TESTS}/test_specs.py",)
 ARMS = (f"{TESTS}/algorithms",)
+MEGATRON = f"{CORE}/backends/megatron"
+STEPS = f"{TESTS}/backends/megatron/test_training.py::test_steps_and_checkpoints"
+LAYOUTS = f"{TESTS}/backends/megatron/test_objectives.py::test_every_objective_finds_the_numbers_of_one_process"
 REQUESTS = (f"{TESTS}/teacher/test_request.py", f"{TESTS}/teacher/test_context.py")
 
 
@@ -315,5 +318,53 @@ MUTANTS: tuple[Mutant, ...] = (
         find="    return layout.owner(first + response_length - 1)\n",
         replace="    return 0\n",
         tests=CONTEXT_PARALLEL,
+    ),
+    Mutant(
+        name="no gradient for a sampled padding token",
+        source="torch.nn.Embedding(padding_idx)",
+        file=f"{CORE}/backends/hf_model.py",
+        find="self.model.get_input_embeddings().padding_idx = None",
+        replace="pass",
+        tests=(f"{TESTS}/backends/test_hf_model.py",),
+    ),
+    Mutant(
+        name="Megatron: norms decay, for wd_mult is nobody's",
+        source="megatron-core without its scheduler",
+        file=f"{MEGATRON}/optimizer.py",
+        find='self._spec.weight_decay * group["wd_mult"]',
+        replace="self._spec.weight_decay",
+        tests=(f"{STEPS}[tp2]",),
+    ),
+    Mutant(
+        name="Megatron: one step count for all parameters",
+        source="megatron-core's distributed optimizer without Apex",
+        file=f"{MEGATRON}/optimizer.py",
+        find='value.clone() if entry == "step"',
+        replace='self.__dict__.setdefault("_shared", value) if entry == "step"',
+        tests=(f"{STEPS}[dp2-shared]",),
+    ),
+    Mutant(
+        name="Megatron: response rows one position late",
+        source="a label shift after the context split; contract 24",
+        file=f"{MEGATRON}/model.py",
+        find="prompt_length=len(row.prompt_ids),",
+        replace="prompt_length=len(row.prompt_ids) - 1,",
+        tests=(f"{LAYOUTS}[cp2]",),
+    ),
+    Mutant(
+        name="Megatron: every context rank reports the whole row",
+        source="THUDM/slime 1076; contract 20",
+        file=f"{MEGATRON}/model.py",
+        find="return bool(self.groups.context.rank() == 0)",
+        replace="return True",
+        tests=(f"{LAYOUTS}[cp2]",),
+    ),
+    Mutant(
+        name="Megatron: the value head's gradient summed over tensor ranks",
+        source="megatron-core's gather; contract 12",
+        file=f"{MEGATRON}/model.py",
+        find="same = gather(states, tensor_parallel_output_grad=False)",
+        replace="same = gather(states, tensor_parallel_output_grad=True)",
+        tests=(f"{LAYOUTS}[tp2-sp]",),
     ),
 )
