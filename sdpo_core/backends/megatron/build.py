@@ -40,7 +40,7 @@ def build_model(
         )
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    groups = initialise(layout)
+    groups = initialise(layout, device=device)
     model = RowGPT(shape, layout, groups=groups, dtype=dtype, has_value_head=value_head)
     # Kept in training: recomputation happens there alone, and dropout is 0.
     nn.Module.to(model, device).train()

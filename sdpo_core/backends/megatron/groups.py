@@ -1,7 +1,6 @@
 """The groups of processes that hold a model, made once from the processes that are there."""
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defin
 from sdpo_core.backends.megatron.compat import install
 from sdpo_core.errors import SpecError
 from sdpo_core.layout import LayoutSpec
+from sdpo_core.rendezvous import TIMEOUT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Groups:
     shared_weights: ProcessGroup
 
 
-def initialise(layout: LayoutSpec) -> Groups:
+def initialise(layout: LayoutSpec, *, device: torch.device) -> Groups:
     """The groups of a layout, which all processes of the world form; made by the first call, found by later ones.
 
     A process alone needs no world: it gets one of its own. Neighbours in rank order share a layer.
@@ -37,8 +37,8 @@ def initialise(layout: LayoutSpec) -> Groups:
     """
     install()
     if not dist.is_initialized() and layout.size == 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=30))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     found = dist.get_world_size() if dist.is_initialized() else 1
     if found != layout.size:
         raise SpecError(

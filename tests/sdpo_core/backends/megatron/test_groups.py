@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="needs the extra 'megatron'")
@@ -18,6 +19,8 @@ from tests.sdpo_core.backends.megatron.processes import run_in_processes
 
 pytestmark = pytest.mark.megatron
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
@@ -29,17 +32,17 @@ def alone() -> Iterator[None]:
 
 
 def test_process_alone_gets_a_group_of_its_own() -> None:
-    groups = initialise(LayoutSpec())
+    groups = initialise(LayoutSpec(), device=CPU)
     assert [group.size() for group in (groups.tensor, groups.context, groups.data, groups.shared_weights)] == [1] * 4
-    assert initialise(LayoutSpec(recompute=True)).tensor.size() == 1
+    assert initialise(LayoutSpec(recompute=True), device=CPU).tensor.size() == 1
 
 
 def test_other_number_of_processes_is_refused() -> None:
     with pytest.raises(SpecError, match=r"got 1 processes, expected 4 \(tensor 2 x context 2 x data 1\)"):
-        initialise(LayoutSpec(tensor=2, context=2))
+        initialise(LayoutSpec(tensor=2, context=2), device=CPU)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with pytest.raises(SpecError, match="got 1 processes, expected 2"):
-        initialise(LayoutSpec(data=2))
+        initialise(LayoutSpec(data=2), device=CPU)
 
 
 def test_second_layout_of_the_same_processes_is_refused(tmp_path: Path) -> None:
@@ -48,9 +51,9 @@ def test_second_layout_of_the_same_processes_is_refused(tmp_path: Path) -> None:
 
 
 def form_two_layouts(_: Path) -> str:
-    initialise(LayoutSpec(tensor=2))
+    initialise(LayoutSpec(tensor=2), device=CPU)
     try:
-        initialise(LayoutSpec(context=2))
+        initialise(LayoutSpec(context=2), device=CPU)
     except SpecError as error:
         return str(error)
     return "nothing was refused"
