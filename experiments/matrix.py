@@ -235,6 +235,7 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
             threads_per_worker=profile.threads_per_worker,
             layout=layout,
             scorer_layout=scorer_layout,
+            sglang=profile.sglang,
         )
     except ValidationError as error:
         reasons = ", ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())

@@ -168,6 +168,19 @@ def _on_megatron(
     )
 
 
+def _on_sglang(profile: ProfileSpec, name: str) -> ProfileSpec:
+    """`profile` with the same bases and numbers, its rollouts sampled by a server of the student's weights."""
+    return profile.model_copy(
+        update={
+            "name": name,
+            "meaning": f"as {profile.name}, rollouts by an SGLang server, two CPU cores a cell",
+            "engine": "sglang",
+            # Student and server take turns; the second core pays for the server's memory (2 GiB) and its own processes.
+            "cpus_per_cell": 2,
+        }
+    )
+
+
 PROFILES: dict[str, ProfileSpec] = {
     profile.name: profile
     for profile in (
@@ -182,6 +195,8 @@ PROFILES: dict[str, ProfileSpec] = {
             scorer_layout=LayoutSpec(tensor=2),
         ),
         _on_megatron(_SMOKE, "smoke-megatron", layout=LayoutSpec(tensor=2)),
+        _on_sglang(_TINY, "tiny-sglang"),
+        _on_sglang(_SMOKE, "smoke-sglang"),
         # As Qwen3-4B below, but for float32, in which the kernels of packed rows do not exist.
         _on_megatron(
             _SMOKE,

@@ -14,7 +14,7 @@ from sdpo_core.base_specs import AnyBaseSpec
 from sdpo_core.errors import SpecError
 from sdpo_core.layout import LayoutSpec
 from sdpo_core.spec_base import Spec
-from sdpo_core.specs import CellSpec
+from sdpo_core.specs import CellSpec, SglangSpec
 
 # Raise it when a change of code alters numbers under an unchanged spec; cells of another version are `stale`.
 NUMERICS_VERSION = 3
@@ -26,7 +26,12 @@ _HEX_DIGITS = 20
 # Fields that declarations got later, with the value that all earlier ones had. Where they have it they are left out, so
 # that what a store holds from before is still known by its fingerprint.
 _PLAIN = LayoutSpec().model_dump(mode="json")
-_LATER = (("kind", "warmed_up"), ("layout", _PLAIN), ("scorer_layout", _PLAIN))
+_LATER = (
+    ("kind", "warmed_up"),
+    ("layout", _PLAIN),
+    ("scorer_layout", _PLAIN),
+    ("sglang", SglangSpec().model_dump(mode="json")),
+)
 
 
 def canonical_json(value: Any) -> str:

@@ -70,6 +70,18 @@ class EvaluationSpec(Spec):
     test_problems: PositiveInt | None
 
 
+class SglangSpec(Spec):
+    """Servers of engine 'sglang', each with a copy of the student's weights.
+
+    `deterministic`: a rollout depends on its seed, and on its neighbours by rounding at most. `max_total_tokens`: room
+    for prompts and responses in one server's memory.
+    """
+
+    replicas: PositiveInt = 1
+    deterministic: bool = True
+    max_total_tokens: PositiveInt = 65536
+
+
 class CellSpec(Spec):
     """One cell: data set x arm x seed under one profile, with every number resolved.
 
@@ -93,6 +105,7 @@ class CellSpec(Spec):
     threads_per_worker: PositiveInt = 1
     layout: LayoutSpec = LayoutSpec()
     scorer_layout: LayoutSpec = LayoutSpec()
+    sglang: SglangSpec = SglangSpec()
 
     @property
     def opd(self) -> OpdSpec | None:
@@ -229,6 +242,7 @@ class ProfileSpec(Spec):
     threads_per_worker: PositiveInt = 1
     layout: LayoutSpec = LayoutSpec()
     scorer_layout: LayoutSpec | None = None
+    sglang: SglangSpec = SglangSpec()
     cpus_per_cell: PositiveInt = 1
     gpus_per_cell: int = Field(default=0, ge=0, le=2)
 

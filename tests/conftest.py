@@ -48,7 +48,7 @@ def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDPO_HOME", str(tmp_path / "home"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cell_spec() -> "CellSpec":
     """A small valid cell with an EMA teacher."""
     # Imported here: the shape checker must be in place before sdpo_core is.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sdpo_core.errors import SpecError
 from sdpo_core.extras import Extra, lacks, missing
+from sdpo_core.sglang.address import is_available
 from sdpo_core.specs import CellSpec
 
 if TYPE_CHECKING:
@@ -24,9 +25,12 @@ class EngineEntry:
     extra: Extra | None = None
 
 
+SGLANG = Extra(name="sglang", module="sglang", install="make sglang-env", is_there=is_available)
+
 ENGINES: Mapping[str, EngineEntry] = {
     "local": EngineEntry(module="sdpo_core.rollout.local", backends=("hf",)),
     "replica": EngineEntry(module="sdpo_core.rollout.replica"),
+    "sglang": EngineEntry(module="sdpo_core.rollout.sglang", extra=SGLANG),
 }
 
 

@@ -98,6 +98,10 @@ class SglangClient:
             for index, endpoint in enumerate(endpoints)
         )
 
+    @property
+    def num_servers(self) -> int:
+        return len(self._servers)
+
     def generate(self, requests: Sequence[GenerateRequest]) -> tuple[GenerateAnswer | Failure, ...]:
         """One response a request.
 
