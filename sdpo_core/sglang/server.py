@@ -3,27 +3,24 @@
 SGLang's requirements contradict this project's, so it runs under another Python (docs/decisions/0010-sglang-apart.md).
 """
 
-import base64
 import json
 import os
 import secrets
 import socket
-import struct
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
 from sdpo_core.errors import CellError, SpecError
+from sdpo_core.sglang.probe import is_ready
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON_VARIABLE = "SDPO_SGLANG_PYTHON"
@@ -32,7 +29,6 @@ HOST = "127.0.0.1"
 # The guard gives the server its grace and then kills.
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.2
-_REQUEST_SECONDS = 30.0
 _PORT_TRIES = 3
 _SHOWN_LINES = 4
 # SGLang takes no input within 6 tokens of its context; one that fills the model's positions can be scored all the same.
@@ -131,6 +127,7 @@ class ManagedServer:
         """
         if self.is_alive():
             raise CellError("ManagedServer.start: got a running server, expected none. Call `restart`.")
+        self.stop()
         deadline = time.monotonic() + self._start_seconds
         try:
             for _ in range(_PORT_TRIES):
@@ -151,14 +148,13 @@ class ManagedServer:
         if self._life is not None:
             os.close(self._life)
             self._life = None
-        try:
-            self._guard.wait(timeout=_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
-        # What a guard that was killed has left: the server shares its process group.
+        deadline = time.monotonic() + _END_SECONDS
+        while not _has_ended(self._guard) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # What a guard that was killed or hangs has left: the server shares its process group.
         with suppress(ProcessLookupError):
             os.killpg(self._guard.pid, SIGKILL)
+        self._guard.wait()
         self._guard = None
 
     def restart(self) -> None:
@@ -168,7 +164,7 @@ class ManagedServer:
 
     def is_alive(self) -> bool:
         """Whether it runs. It may hang all the same, and takes 5 to 6 s to end when its scheduler has died."""
-        return self._guard is not None and self._guard.poll() is None
+        return self._guard is not None and not _has_ended(self._guard)
 
     def processes(self) -> tuple[psutil.Process, ...]:
         """The guard and all of the server's processes."""
@@ -189,22 +185,24 @@ class ManagedServer:
         self.url = f"http://{HOST}:{port}"
         read, self._life = os.pipe()
         guard = [sys.executable, "-m", "sdpo_core.sglang.guard", "--owner", str(os.getpid()), "--"]
-        with self.log_path.open("ab") as log:
-            self._log_start = log.tell()
-            self._guard = subprocess.Popen(
-                [*guard, str(python), "-m", "sdpo_sglang.serve", *_flags(self._spec, port=port)],
-                cwd=REPOSITORY,
-                env=_environment(self._spec, token=self.token),
-                stdin=read,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        os.close(read)
+        try:
+            with self.log_path.open("ab") as log:
+                self._log_start = log.tell()
+                self._guard = subprocess.Popen(
+                    [*guard, str(python), "-m", "sdpo_sglang.serve", *_flags(self._spec, port=port)],
+                    cwd=REPOSITORY,
+                    env=_environment(self._spec, token=self.token),
+                    stdin=read,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        finally:
+            os.close(read)
 
     def _wait_until_ready(self, deadline: float) -> bool:
         """False when the port was taken by another program."""
-        while not self._is_ready():
+        while not is_ready(self.url, token=self.token):
             if not self.is_alive():
                 if "address already in use" in self._log_text().lower():
                     return False
@@ -220,56 +218,15 @@ class ManagedServer:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _is_ready(self) -> bool:
-        """True when it answers a score of one token; that the answer is one shows the hooks at work."""
-        try:
-            if self._request("/health") is None:
-                return False
-            meta = self._request("/generate", body=_PROBE)["meta_info"]
-        except (OSError, urllib.error.URLError):
-            return False
-        ids = base64.b64decode(meta["input_top_logprobs_idx_flat_b64"])
-        if ids != struct.pack("<3i", *_PROBE_IDS):
-            raise CellError(
-                "ManagedServer: got other columns than were asked for, expected those of sglang_plugin. "
-                "Build the server's environment again: `make sglang-env`."
-            )
-        return True
-
-    def _request(self, path: str, *, body: dict[str, Any] | None = None) -> Any:
-        request = urllib.request.Request(
-            f"{self.url}{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
-        )
-        # Loopback only: a proxy from the environment must not come between.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_REQUEST_SECONDS) as response:
-            text = response.read()
-        return json.loads(text) if text else {}
-
     def _log_text(self) -> str:
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
 
-# One token is scored without given ids: tail, own token (id 0) and entropy come back, under these ids.
-_PROBE_IDS = (-1, 0, -2)
-_PROBE: dict[str, Any] = {
-    "input_ids": [0, 0],
-    "sampling_params": {
-        "max_new_tokens": 0,
-        "custom_params": {
-            "score": {"ids": "", "k": 0, "start": 0, "temperature": 1.0, "top_k": 0, "best": False},
-        },
-    },
-    "return_logprob": True,
-    "logprob_start_len": 0,
-    "top_logprobs_num": len(_PROBE_IDS),
-    "return_flat_raw_top_logprobs": True,
-    "return_flat_raw_top_logprobs_b64": True,
-}
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Without collecting it, so that its id, which is that of its group, passes to nobody else."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _flags(spec: ServerSpec, *, port: int) -> list[str]:

@@ -32,6 +32,13 @@ def test_columns_by_hand() -> None:
     assert values[0].tolist() == pytest.approx(wanted, abs=1e-6)
 
 
+def test_overlap_is_a_share_of_the_ids_that_were_given() -> None:
+    """Of two given ids one is among the best three; of their first one, none is the best."""
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
+    shares = [score_rows(logits, make_question([[1, 3]], [0], top_k=k), first=0, vocab=4)[0][0, -1] for k in (3, 1)]
+    assert [float(share) for share in shares] == [0.5, 0.0]
+
+
 def test_temperature_divides_the_logits() -> None:
     """Squares of 3 and 1 at temperature 1/2: masses 9/10 and 1/10."""
     values, _ = score_rows(

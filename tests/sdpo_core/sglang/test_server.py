@@ -99,7 +99,7 @@ def test_server_without_the_scoring_hooks_is_refused(server_spec: ServerSpec, tm
     """It would answer every score with its own best ids."""
     spec = dataclasses.replace(server_spec, environment=(("SGLANG_PLUGINS", "sdpo_plain_cpu"),))
     server = ManagedServer(spec, folder=tmp_path)
-    with pytest.raises(CellError, match="got other columns than were asked for"):
+    with pytest.raises(CellError, match="got another answer than the score of a token"):
         server.start()
     assert not server.is_alive()
 
