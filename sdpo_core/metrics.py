@@ -119,6 +119,15 @@ METRICS: dict[str, Metric] = {
         _step("train/response_tokens", "tokens", "neither", "any", "mean", "mean response length"),
         _step("train/truncated_fraction", "fraction", "lower", "any", "mean", "responses cut at the length limit"),
         _step("train/entropy", "nats", "neither", "any", "mean", "mean entropy of the student over the trained tokens"),
+        _step(
+            "train/engine_gap",
+            "nats",
+            "lower",
+            "any",
+            "mean",
+            "distance of the engine's log-probabilities of the trained tokens from the policy's, before any update",
+        ),
+        _step("train/engine_gap_max", "nats", "lower", "any", "max", "the largest of these distances"),
         _step("train/value_loss", "loss", "lower", "value", "mean", "value loss, mean over the trained tokens"),
         _step(
             "distill/tokens", "tokens", "neither", "teacher", "sum", "response tokens that carried the teacher's term"

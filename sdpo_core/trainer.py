@@ -176,12 +176,19 @@ def _reward_metrics(polled: Sequence[Group]) -> dict[str, float | None]:
 
 
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float | None]:
-    """Means over the optimizer steps; a step in which nothing could be trained has no loss and no norm."""
+    """Means over the optimizer steps; a step in which nothing could be trained has no loss, no norm and no gap.
+
+    Before the first of them the policy has the weights that sampled: what its tokens differ by is the engine's doing.
+    """
     count = len(updates)
+    first = updates[0].sums if updates else {}
+    tokens = first.get("sampled_tokens", 0.0)
     return {
         "train/optimizer_steps": float(count),
         "train/loss": sum(update.loss for update in updates) / count if count else None,
         "train/grad_norm": sum(update.grad_norm for update in updates) / count if count else None,
+        "train/engine_gap": first["engine_gap"] / tokens if tokens else None,
+        "train/engine_gap_max": first["largest_engine_gap"] if tokens else None,
     }
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sdpo_core.algorithm_specs import DivergenceSpec
+from sdpo_core.backends.amounts import put_together
 from sdpo_core.backends.base import TokenBatch, TokenLosses, WholeVocabulary
 from sdpo_core.errors import DataError
 from sdpo_core.objectives.divergence import bucket_divergence, support_divergence, tail_share, token_clip_weight
@@ -55,6 +56,13 @@ class TermSum:
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         sums = {"trained_tokens": float(len(batch.logp)), "entropy": float(batch.entropy.sum())}
+        if batch.sampling_logp is not None and len(batch.logp):
+            gaps = (batch.logp.detach() - batch.sampling_logp).abs()
+            sums |= {
+                "sampled_tokens": float(len(gaps)),
+                "engine_gap": float(gaps.sum()),
+                "largest_engine_gap": float(gaps.max()),
+            }
         loss = torch.zeros_like(batch.logp)
         for term in self.terms:
             part = term.losses(batch)
@@ -273,9 +281,8 @@ def _nothing(batch: TokenBatch, weight: Float[Tensor, " token"], *, name: str) -
 
 
 def summed(sums: list[Mapping[str, float]]) -> dict[str, float]:
-    """Sums of several optimizer steps, added by name."""
+    """Sums of several optimizer steps."""
     total: dict[str, float] = {}
     for part in sums:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
+        put_together(total, part)
     return total

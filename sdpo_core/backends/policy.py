@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sdpo_core.backends.amounts import put_together
 from sdpo_core.backends.base import (
     Objective,
     Projection,
@@ -74,8 +75,7 @@ class ModelPolicy:
         sums = {_LOSS: 0.0}
         for alike in kinds(rows):
             for batch in self.model.plan([row.row for row in alike], max_tokens=self._max_tokens):
-                for name, amount in self._backward([alike[index] for index in batch], objective).items():
-                    sums[name] = sums.get(name, 0.0) + amount
+                put_together(sums, self._backward([alike[index] for index in batch], objective))
         sums = self.model.added(sums)
         loss, norm = sums.pop(_LOSS), self.optimizer.gradient_norm()
         if not abs(norm) < float("inf"):
@@ -107,8 +107,7 @@ class ModelPolicy:
 
         def loss_of(found: Tables, part: slice) -> Tensor:
             losses = objective.token_losses(token_batch(constants, _columns(found), part=part))
-            for name, amount in losses.sums.items():
-                sums[name] = sums.get(name, 0.0) + amount
+            put_together(sums, losses.sums)
             return losses.loss.sum()
 
         result = loss_and_gradient(

@@ -78,7 +78,7 @@ class RowModel(Protocol):
         ...
 
     def added(self, amounts: Mapping[str, float]) -> dict[str, float]:
-        """Each amount summed over the processes that hold different rows or tokens, in a fixed order."""
+        """Amounts of the processes that hold different rows or tokens, put together in a fixed order (`amounts`)."""
         ...
 
     def weights(self) -> dict[str, Tensor]:

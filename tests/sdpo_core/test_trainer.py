@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -149,6 +150,31 @@ def test_metrics_of_a_step_are_those_of_its_rollouts(cell_spec: CellSpec, base: 
     assert tokens is not None
     assert metrics["cost/rollouts_per_second"] == pytest.approx(6 / seconds)
     assert metrics["cost/tokens_per_second"] == pytest.approx(6 * tokens / seconds)
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_gap_to_the_engine_is_measured_before_any_update(cell_spec: CellSpec, base: Base, minibatches: int) -> None:
+    """An engine whose first token of each rollout is 0.5 off, and two optimizer steps that move the policy far."""
+    spec = make_spec(
+        cell_spec, arm="grpo", algorithm={"minibatches": minibatches}, optimizer={"learning_rate": 0.5, "beta1": 0.0}
+    )
+    seen: list[Rollout] = []
+
+    class Shifted(StudentWorker):
+        def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
+            found = super().generate(requests, sampling=sampling)
+            seen.extend(found)
+            return tuple(
+                replace(one, sampling_logps=(one.sampling_logps[0] - 0.5, *one.sampling_logps[1:])) for one in found
+            )
+
+    workers = replace(plain_workers(spec, folder=base.folder), student=Shifted(spec, folder=base.folder, device="cpu"))
+    metrics = make_trainer(spec, base=base, workers=workers).step(1, cursor=0).metrics
+    first = seen[::minibatches]
+    tokens = sum(len(rollout.response_ids) for rollout in first)
+    assert tokens > len(first)
+    assert metrics["train/engine_gap"] == pytest.approx(0.5 * len(first) / tokens, abs=1e-5)
+    assert metrics["train/engine_gap_max"] == pytest.approx(0.5, abs=1e-5)
 
 
 def test_learning_rate_rises_linearly_to_its_constant(cell_spec: CellSpec, base: Base) -> None:

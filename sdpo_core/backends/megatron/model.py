@@ -15,6 +15,7 @@ from jaxtyping import Int, Num
 from torch import Tensor
 from transformers import AutoConfig
 
+from sdpo_core.backends.amounts import put_together
 from sdpo_core.backends.base import Projection, TokenRow, WorkerFacts
 from sdpo_core.backends.hf_model import weights_sha256
 from sdpo_core.backends.megatron.build import build_model
@@ -194,8 +195,10 @@ class MegatronModel:
         group = self.groups.shared_weights
         parts: list[Mapping[str, float]] = [{}] * group.size()
         dist.all_gather_object(parts, dict(amounts), group=group)
-        names = dict.fromkeys(name for part in parts for name in part)
-        return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+        total: dict[str, float] = {}
+        for part in parts:
+            put_together(total, part)
+        return total
 
     def weights(self) -> dict[str, Tensor]:
         shard = {name: self._over_tensor(value.detach()) for name, value in self.module.shard_parameters().items()}
