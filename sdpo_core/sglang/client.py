@@ -290,7 +290,7 @@ class _Batch(Generic[Answer]):
     def _settle(self, index: int, server: _Server | None) -> None:
         """Run a job whose tokens are reserved on `server`, and on others when that one fails."""
         job, tried = self._jobs[index], set[_Server]()
-        found: Answer | Failure | BaseException = Failure(reason="sglang: got no server that answers, expected one")
+        found: Answer | Failure | BaseException = Failure(reason=self._servers[0].transport.why)
         while server is not None:
             try:
                 answer = job.read(server.transport.call(_GENERATE, body=job.body, name=f"{self._name}-{index}"))

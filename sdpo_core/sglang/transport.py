@@ -65,7 +65,7 @@ class _PassingError(Exception):
 
 
 class Transport:
-    """One server, for several threads. `seed`: of the jitter between attempts."""
+    """One server, for several threads. `seed`: of the jitter between attempts. `why`: it was given up last time."""
 
     def __init__(self, endpoint: Endpoint, *, limits: Limits, seed: int) -> None:
         self.endpoint = endpoint
@@ -75,7 +75,7 @@ class Transport:
         self._open: set[http.client.HTTPConnection] = set()
         self._names: set[str] = set()
         self._given_up = threading.Event()
-        self._why = ""
+        self.why = ""
 
     def call(self, path: str, *, body: Mapping[str, Any] | None = None, name: str | None = None) -> Any:
         """The JSON that `path` answers; GET without a body, else POST. `name`: for `abort`, with the attempt's number.
@@ -96,12 +96,12 @@ class Transport:
             if is_last or self._given_up.wait(wait):
                 break
         if self._given_up.is_set():
-            reason = self._why
+            reason = self.why
         raise UnreachableError(f"{self._where(path)}: got {reason} after {attempt} attempts, expected an answer")
 
     def give_up(self, why: str) -> None:
         """End all calls now, and those to come, until `take_up`."""
-        self._why = why
+        self.why = why
         self._given_up.set()
         with self._lock:
             for connection in self._open:
