@@ -53,7 +53,7 @@ class HfModel:
         )
         torch.nn.Module.to(self.model, device).train(False)
         # torch gives the embedding of the padding id no gradient, but a response may hold that id like any other.
-        self.model.get_input_embeddings().padding_idx = None
+        self.model.get_input_embeddings().padding_idx = None  # type: ignore[assignment]
         self.device = device
         self.weights_version = 0
         self.value_head: torch.nn.Linear | None = None

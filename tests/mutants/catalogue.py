@@ -323,7 +323,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="no gradient for a sampled padding token",
         source="torch.nn.Embedding(padding_idx)",
         file=f"{CORE}/backends/hf_model.py",
-        find="self.model.get_input_embeddings().padding_idx = None",
+        find="self.model.get_input_embeddings().padding_idx = None  # type: ignore[assignment]",
         replace="pass",
         tests=(f"{TESTS}/backends/test_hf_model.py",),
     ),
