@@ -22,6 +22,7 @@ from sdpo_core.journal import Store, read_json
 from sdpo_core.layout import LayoutSpec
 from sdpo_core.rollout.table import engine_extras, engine_faults
 from sdpo_core.specs import CellSpec, ExperimentSpec, ProbeSpec, ProfileSpec, TaskProfile
+from sdpo_core.teacher.table import placement_extras
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +135,12 @@ def check_profile(profile: ProfileSpec) -> None:
 
 
 def extras_of(profile: ProfileSpec) -> tuple[Extra, ...]:
-    """What the profile's backend and engine need beside the lock, installed or not."""
-    return (*backend_extras(profile.backend, layouts=_layouts(profile)), *engine_extras(profile.engine))
+    """What the profile's backend, engine and teacher need beside the lock, installed or not."""
+    return (
+        *backend_extras(profile.backend, layouts=_layouts(profile)),
+        *engine_extras(profile.engine),
+        *placement_extras(profile.teacher_placement),
+    )
 
 
 def plan_bases(cells: Sequence[CellSpec], *, manifests: Mapping[str, Manifest]) -> tuple[PlannedBase, ...]:
@@ -208,7 +213,8 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
     entry = dataset_entry(dataset)
     task = str(entry.task)
     numbers, algorithm = profile.tasks[task], ARMS[arm].algorithm
-    wants_model = _asks_for_teacher_model(algorithm)
+    teacher = _teacher(algorithm)
+    wants_model = teacher is not None and teacher.weights == "profile"
     if wants_model and numbers.teacher_base is None:
         raise SpecError(
             f"got arm {arm!r}, whose teacher is a model of the profile, expected profile {profile.name!r} to name one "
@@ -236,6 +242,7 @@ def _cell(dataset: str, *, arm: str, seed: int, profile: ProfileSpec) -> CellSpe
             layout=layout,
             scorer_layout=scorer_layout,
             sglang=profile.sglang,
+            teacher_placement="trainer" if teacher is None else profile.teacher_placement,
         )
     except ValidationError as error:
         reasons = ", ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
@@ -247,10 +254,10 @@ def _known(names: Sequence[str]) -> tuple[str, ...]:
     return (*DATASETS, *filter(is_named_by_user, names))
 
 
-def _asks_for_teacher_model(algorithm: AlgorithmSpec) -> bool:
-    """Whether its teacher starts from the model that the profile names beside the student's."""
+def _teacher(algorithm: AlgorithmSpec) -> TeacherSpec | None:
+    """The teacher of an arm, or of its distillation term."""
     teacher: TeacherSpec | None = getattr(getattr(algorithm, "opd", None) or algorithm, "teacher", None)
-    return teacher is not None and teacher.weights == "profile"
+    return teacher
 
 
 def _faults(

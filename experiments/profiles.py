@@ -181,6 +181,19 @@ def _on_sglang(profile: ProfileSpec, name: str) -> ProfileSpec:
     )
 
 
+def _with_served_teacher(profile: ProfileSpec, name: str) -> ProfileSpec:
+    """`profile` with the same bases and numbers, its teachers scored for by a server of their own."""
+    return profile.model_copy(
+        update={
+            "name": name,
+            "meaning": f"as {profile.name}, the teacher's scores by an SGLang server, two CPU cores a cell",
+            "teacher_placement": "sglang",
+            # As for rollouts: the workers take turns.
+            "cpus_per_cell": 2,
+        }
+    )
+
+
 PROFILES: dict[str, ProfileSpec] = {
     profile.name: profile
     for profile in (
@@ -197,6 +210,7 @@ PROFILES: dict[str, ProfileSpec] = {
         _on_megatron(_SMOKE, "smoke-megatron", layout=LayoutSpec(tensor=2)),
         _on_sglang(_TINY, "tiny-sglang"),
         _on_sglang(_SMOKE, "smoke-sglang"),
+        _with_served_teacher(_TINY, "tiny-sglang-teacher"),
         # As Qwen3-4B below, but for float32, in which the kernels of packed rows do not exist.
         _on_megatron(
             _SMOKE,

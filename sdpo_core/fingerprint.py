@@ -31,6 +31,7 @@ _LATER = (
     ("layout", _PLAIN),
     ("scorer_layout", _PLAIN),
     ("sglang", SglangSpec().model_dump(mode="json")),
+    ("teacher_placement", "trainer"),
 )
 
 

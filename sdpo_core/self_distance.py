@@ -7,13 +7,13 @@ import torch
 
 from sdpo_core import random_streams
 from sdpo_core.algorithms.base import Student
-from sdpo_core.backends.base import TeacherQuestion, TokenRow
+from sdpo_core.backends.base import TeacherFailure, TeacherQuestion, TokenRow
 from sdpo_core.errors import CellError
 from sdpo_core.objectives.divergence import bucket_divergence
 from sdpo_core.records import Problem
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.specs import CellSpec
-from sdpo_core.teacher.base import Teacher, TeacherFailure
+from sdpo_core.teacher.base import Teacher
 from sdpo_core.text import ChatTokenizer
 
 _NUM_PROBLEMS = 4

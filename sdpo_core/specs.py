@@ -22,6 +22,7 @@ from sdpo_core.base_specs import AnyBaseSpec
 from sdpo_core.layout import LayoutSpec
 from sdpo_core.metrics import Trait
 from sdpo_core.spec_base import Fraction, Spec, refuse
+from sdpo_core.teacher.table import TeacherPlacement, placement_faults
 
 FeedbackLevel = Literal["none", "diagnostic", "reveal"]
 Dtype = Literal["float32", "bfloat16"]
@@ -85,7 +86,7 @@ class SglangSpec(Spec):
 class CellSpec(Spec):
     """One cell: data set x arm x seed under one profile, with every number resolved.
 
-    `layout` is the student's, `scorer_layout` that of its teacher and its anchor.
+    `layout` is the student's, `scorer_layout` that of its anchor and of a teacher that is placed in the trainer.
     """
 
     dataset: str
@@ -106,6 +107,7 @@ class CellSpec(Spec):
     layout: LayoutSpec = LayoutSpec()
     scorer_layout: LayoutSpec = LayoutSpec()
     sglang: SglangSpec = SglangSpec()
+    teacher_placement: TeacherPlacement = "trainer"
 
     @property
     def opd(self) -> OpdSpec | None:
@@ -182,6 +184,12 @@ class CellSpec(Spec):
         for cut in {self.layout.tensor, self.scorer_layout.tensor}:
             if self.base.shape.intermediate_size % cut:
                 faults.append(f"intermediate_size {self.base.shape.intermediate_size} for tensor {cut}")
+        faults += placement_faults(
+            self.teacher_placement,
+            life=self.teacher,
+            support=self.divergence.support if self.divergence is not None else None,
+            temperature=training.temperature,
+        )
         refuse([*faults, *self._teacher_faults(longest)])
         return self
 
@@ -230,7 +238,7 @@ class TaskProfile(Spec):
 class ProfileSpec(Spec):
     """Model, backend, scale and hardware. `tasks` maps a kind of task to its numbers.
 
-    `scorer_layout`: of teachers and anchors; None: as the student's.
+    `scorer_layout`: of teachers and anchors; None: as the student's. `teacher_placement`: where teachers score.
     """
 
     name: str
@@ -243,6 +251,7 @@ class ProfileSpec(Spec):
     layout: LayoutSpec = LayoutSpec()
     scorer_layout: LayoutSpec | None = None
     sglang: SglangSpec = SglangSpec()
+    teacher_placement: TeacherPlacement = "trainer"
     cpus_per_cell: PositiveInt = 1
     gpus_per_cell: int = Field(default=0, ge=0, le=2)
 

@@ -11,6 +11,7 @@ from sdpo_core.backends.base import (
     Objective,
     Projection,
     RowScores,
+    TeacherFailure,
     TeacherQuestion,
     TeacherScores,
     TokenRow,
@@ -25,7 +26,8 @@ from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.table import engine
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights, Teacher
-from sdpo_core.teacher.schedule import commit_rate, logit_shares
+from sdpo_core.teacher.schedule import commit_rate
+from sdpo_core.teacher.table import TeacherPlacement, placement
 
 # The anchor of a policy: the base, as it was.
 ANCHOR = TeacherSpec(schedule="static")
@@ -80,16 +82,25 @@ class StudentWorker:
 
 
 class TeacherWorker:
-    """A teacher's own copy of the weights, with its schedule."""
+    """A teacher's own copy of the weights, with its schedule. `scratch`: where one that is served keeps its files."""
 
-    def __init__(self, spec: CellSpec, *, life: TeacherSpec, at: WeightsAt, device: str) -> None:
+    def __init__(
+        self,
+        spec: CellSpec,
+        *,
+        life: TeacherSpec,
+        at: WeightsAt,
+        device: str,
+        where: TeacherPlacement = "trainer",
+        scratch: Path | None = None,
+    ) -> None:
         torch.set_num_threads(spec.threads_per_worker)
-        self._scorer = backend(spec).load_scorer(spec, at=at, device=device, shares=logit_shares(life))
+        self._scorer = placement(where).load_scorer(spec, life=life, at=at, device=device, scratch=scratch)
         self._rate = commit_rate(life)
 
     def score(
         self, questions: Sequence[TeacherQuestion], *, support: Support | None, top_k: int
-    ) -> tuple[TeacherScores, ...]:
+    ) -> tuple[TeacherScores | TeacherFailure, ...]:
         return self._scorer.score(questions, support=support, top_k=top_k)
 
     def projection(self) -> Projection:

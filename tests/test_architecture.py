@@ -34,9 +34,11 @@ TORCH_FREE = (
     "records",
     "rollout/table",
     "sglang/guard",
+    "sglang/probe",
     "sglang/server",
     "spec_base",
     "specs",
+    "teacher/table",
 )
 
 # Package -> the only files of the project's folders that may import it.

@@ -21,6 +21,7 @@ from sdpo_core.backends.base import (
     Objective,
     Projection,
     RowScores,
+    TeacherFailure,
     TeacherQuestion,
     TeacherScores,
     TokenRow,
@@ -35,6 +36,7 @@ from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights, Teacher
 from sdpo_core.teacher.schedule import commit_rate
+from sdpo_core.teacher.table import PLACEMENTS, TeacherPlacement
 from sdpo_core.workers import ANCHOR, StudentWorker, TeacherWorker
 
 
@@ -101,7 +103,7 @@ class RemoteTeacher:
 
     def score(
         self, questions: Sequence[TeacherQuestion], *, support: Support | None, top_k: int
-    ) -> tuple[TeacherScores, ...]:
+    ) -> tuple[TeacherScores | TeacherFailure, ...]:
         return self.processes.call(lambda worker: worker.score(questions, support=support, top_k=top_k))
 
     def projection(self) -> Projection:
@@ -135,14 +137,18 @@ class RemoteTeacher:
 
 
 @contextmanager
-def ray_workers(spec: CellSpec, *, folder: Path, gpus: int, teacher: WeightsAt | None = None) -> Iterator[Workers]:
+def ray_workers(
+    spec: CellSpec, *, folder: Path, gpus: int, teacher: WeightsAt | None = None, scratch: Path | None = None
+) -> Iterator[Workers]:
     """Start a cell's workers on the Ray this process is connected to, and end them with the block.
 
     `folder`: the base, of the student, of the anchor and, unless `teacher` names other weights, of the teacher. `gpus`
-    is the cell's share.
+    is the cell's share. `scratch`: of a teacher that is served, for its server's log and the weights on their way.
     """
     lives = {name: life for name, life in (("teacher", spec.teacher), ("anchor", spec.anchor and ANCHOR)) if life}
-    sizes = {"student": spec.layout.size, **dict.fromkeys(lives, spec.scorer_layout.size)}
+    where: dict[str, TeacherPlacement] = {"teacher": spec.teacher_placement, "anchor": "trainer"}
+    layouts = {name: 1 if PLACEMENTS[where[name]].is_one_process else spec.scorer_layout.size for name in lives}
+    sizes = {"student": spec.layout.size, **layouts}
     device = "cuda" if gpus else "cpu"
     at = {"teacher": teacher or WeightsAt(folder=folder), "anchor": WeightsAt(folder=folder)}
     with ExitStack() as stack:
@@ -153,7 +159,9 @@ def ray_workers(spec: CellSpec, *, folder: Path, gpus: int, teacher: WeightsAt |
         )
         scorers = {}
         for name, life in lives.items():
-            make = partial(TeacherWorker, spec, life=life, at=at[name], device=device)
+            make = partial(
+                TeacherWorker, spec, life=life, at=at[name], device=device, where=where[name], scratch=scratch
+            )
             processes = stack.enter_context(start(name, make, places=places[name]))
             scorers[name] = RemoteTeacher(processes, follows=commit_rate(life) is not None)
         yield Workers(student=RemoteStudent(student), teacher=scorers.get("teacher"), anchor=scorers.get("anchor"))

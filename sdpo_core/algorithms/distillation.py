@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 
 from sdpo_core.algorithm_specs import DivergenceSpec, Support
 from sdpo_core.algorithms.base import StepTools
-from sdpo_core.backends.base import RowScores, TeacherQuestion, TeacherScores
+from sdpo_core.backends.base import RowScores, TeacherFailure, TeacherQuestion, TeacherScores
 from sdpo_core.errors import CellError, DataError
-from sdpo_core.teacher.base import Teacher, TeacherFailure
+from sdpo_core.teacher.base import Teacher
 
 # Sums over tokens that become means: metric name to the sum's name in `TokenLosses`.
 _DIVERGENCE_MEANS = ("divergence", "clipped_fraction")

@@ -26,12 +26,19 @@ from sdpo_core.algorithms.distillation import (
     update_metrics,
 )
 from sdpo_core.algorithms.objective import DivergenceTerm, PolicyTerm, SampledKlTerm, Surrogate, Term, TermSum, summed
-from sdpo_core.backends.base import RowScores, TeacherQuestion, TeacherScores, TokenRow, TrainRow, UpdateStats
+from sdpo_core.backends.base import (
+    RowScores,
+    TeacherFailure,
+    TeacherQuestion,
+    TeacherScores,
+    TokenRow,
+    TrainRow,
+    UpdateStats,
+)
 from sdpo_core.errors import CellError, DataError
 from sdpo_core.objectives.advantages import discounted_returns
 from sdpo_core.objectives.kl_terms import kl_estimates
 from sdpo_core.records import Group, Problem
-from sdpo_core.teacher.base import TeacherFailure
 from sdpo_core.teacher.request import question, teacher_prompt
 
 # Truncation of the divergence's importance weight in an arm whose surrogate has clips of its own.

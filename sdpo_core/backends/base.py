@@ -82,6 +82,13 @@ class TeacherScores:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherFailure:
+    """Why one question has no answer. It is counted, and its rollout left out; nothing stands in for the scores."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Projection:
     """The output projection of a model, as it travels: everything of `objectives.head.Head` but the temperature.
 
@@ -233,7 +240,7 @@ class ScoringModel(Protocol):
 
     def score(
         self, questions: Sequence[TeacherQuestion], *, support: Support | None, top_k: int
-    ) -> tuple[TeacherScores, ...]:
+    ) -> tuple[TeacherScores | TeacherFailure, ...]:
         """Scores at the cells of `support`, its own part of them `top_k` wide; None: of the sampled tokens alone."""
         ...
 

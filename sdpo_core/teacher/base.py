@@ -1,21 +1,13 @@
 """What a teacher promises: scores of the student's responses, and weights with a life of their own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from sdpo_core.algorithm_specs import Support
-from sdpo_core.backends.base import Projection, TeacherQuestion, TeacherScores, WorkerFacts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherFailure:
-    """Why one question has no answer. It is counted, and its rollout left out; nothing stands in for the scores."""
-
-    reason: str
+from sdpo_core.backends.base import Projection, TeacherFailure, TeacherQuestion, TeacherScores, WorkerFacts
 
 
 @runtime_checkable

@@ -270,3 +270,14 @@ def test_a_cell_waits_for_the_weights_of_its_teacher_too(tmp_path: Path) -> None
     second, _ = planned(teacher="u")
     assert None not in (first.fingerprint, second.fingerprint)
     assert first.fingerprint != second.fingerprint
+
+
+def test_teachers_of_a_profile_are_served_where_there_is_one() -> None:
+    declared = E000.model_copy(update={"arms": ("grpo", "sdpo-ema"), "profile": "tiny-sglang-teacher"})
+    grpo, ema, *_ = cells_of(declared, declared=declared)
+    assert (grpo.teacher_placement, ema.teacher_placement) == ("trainer", "sglang")
+    whole = declared.model_copy(update={"arms": ("opsd", "sdpo-trust-region")})
+    with pytest.raises(SpecError) as raised:
+        cells_of(whole, declared=whole)
+    assert "arm 'opsd' on 'spell_backward' under profile 'tiny-sglang-teacher': teacher_placement" in str(raised.value)
+    assert "arm 'sdpo-trust-region'" in str(raised.value)

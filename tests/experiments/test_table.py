@@ -54,7 +54,7 @@ def test_every_profile_fits_its_tasks(profile: ProfileSpec) -> None:
 
 def test_bases_of_one_model_are_made_once_for_every_profile() -> None:
     for tiny, others in {
-        "tiny": ("tiny-megatron-tp2cp2", "tiny-megatron-cp2"),
+        "tiny": ("tiny-megatron-tp2cp2", "tiny-megatron-cp2", "tiny-sglang-teacher"),
         "smoke": ("smoke-megatron", "smoke-megatron-2gpu"),
     }.items():
         for other in others:

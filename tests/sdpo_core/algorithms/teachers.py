@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdpo_core.algorithm_specs import Support
-from sdpo_core.backends.base import Projection, TeacherQuestion, TeacherScores, WorkerFacts
-from sdpo_core.teacher.base import HasWeights, Teacher, TeacherFailure
+from sdpo_core.backends.base import Projection, TeacherFailure, TeacherQuestion, TeacherScores, WorkerFacts
+from sdpo_core.teacher.base import HasWeights, Teacher
 
 Answer = TeacherScores | TeacherFailure
 Spoil = Callable[[tuple[TeacherScores, ...]], tuple[Answer, ...]]
