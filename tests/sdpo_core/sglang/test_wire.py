@@ -234,7 +234,7 @@ def test_scores_at_other_ids_are_refused(column: int) -> None:
 def test_scores_that_are_no_numbers_are_refused(column: int, value: float) -> None:
     values = np.concatenate([COLUMNS, MORE], axis=1)
     values[1, column] = value
-    with pytest.raises(DataError, match="no numbers|negative entropy"):
+    with pytest.raises(DataError, match=r"no numbers|negative entropy"):
         read_scores(SCORE, scored(values))
 
 
