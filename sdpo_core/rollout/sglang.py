@@ -14,10 +14,10 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
-import psutil
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -40,7 +40,6 @@ _TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.25}
 _MAX_RESTARTS = 5
 # Calls for what is left, when servers fail on requests and are healthy all the same.
 _TRIES = 3
-_SCRATCH = "sdpo-sglang-"
 
 
 def load_engine(spec: CellSpec, *, policy: Policy, folder: Path, device: str) -> "SglangEngine":
@@ -70,13 +69,13 @@ class SglangEngine:
         self._limits = limits
         self._version: int | None = None
         self._published: Publication | None = None
+        self._file: IO[bytes] = BytesIO()
         self._restarts = 0
         self.servers: tuple[ManagedServer, ...] = ()
 
     def start(self, folder: Path, *, device: str) -> None:
         """Start the servers with the base in `folder`, unless others are named; on one process alone."""
-        _remove_weights_of_the_dead()
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
+        self._scratch = Path(tempfile.mkdtemp(prefix="sdpo-sglang-"))
         external = external_servers()
         if not external:
             self.servers = self._managed(folder, device=device)
@@ -142,17 +141,25 @@ class SglangEngine:
         """Publish the weights as they are now: put together by all processes, written and sent by process 0."""
         publication = publish(self._policy, canary=canary_rows(prompts, vocab=self._text.vocab_size))
         if _rank() == 0:
-            shutil.rmtree(self._weights_folder, ignore_errors=True)
-            self._weights_folder.mkdir()
-            save_file(dict(publication.weights), self._weights_folder / WEIGHTS_FILE, metadata={"format": "pt"})
-            # The file is what a restart sends; the weights need no place in memory.
+            self._write(publication)
+            # What a restart sends is the file; the weights need no place in memory.
             self._published = replace(publication, weights={})
             self._send()
         self._version = publication.version
 
-    @property
-    def _weights_folder(self) -> Path:
-        return self._scratch / "weights"
+    def _write(self, publication: Publication) -> None:
+        """A folder with the weights. Their file has no name but a link to this process's open one.
+
+        So no copy of a model stays on the disk, however this process ends. Servers must run as the same user.
+        """
+        place = self._scratch / "weights" / WEIGHTS_FILE
+        place.parent.mkdir(exist_ok=True)
+        place.unlink(missing_ok=True)
+        save_file(dict(publication.weights), place, metadata={"format": "pt"})
+        self._file.close()
+        self._file = place.open("rb")
+        place.unlink()
+        place.symlink_to(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
 
     def _send(self) -> None:
         """Give every server the published weights, until the canary shows that each has them."""
@@ -160,7 +167,7 @@ class SglangEngine:
         assert published is not None
         while True:
             try:
-                self._client.update_from_folder(self._weights_folder, version=published.version)
+                self._client.update_from_folder(self._scratch / "weights", version=published.version)
                 scores = self._canary_scores(published)
                 break
             except CellError as error:
@@ -269,14 +276,6 @@ def _served_folder(base: Path, place: Path, *, end_id: int) -> Path:
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     (place / "config.json").write_text(json.dumps({**config, "eos_token_id": end_id}), encoding="utf-8")
     return place
-
-
-def _remove_weights_of_the_dead() -> None:
-    """Weights that a process left behind when it was killed; its logs stay."""
-    for scratch in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
-        pid = scratch.name.removeprefix(_SCRATCH).split("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(scratch / "weights", ignore_errors=True)
 
 
 def _close(servers: Sequence[ManagedServer], scratch: Path) -> None:
