@@ -1,13 +1,15 @@
 """Runs a function in several processes that form a gloo group; what one raises, the caller raises."""
 
+import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 # How long a process waits for the others in one call: a failing test should fail, not hang for gloo's half hour.
 MEET_SECONDS = 120
@@ -16,8 +18,13 @@ Work = Callable[[ProcessGroup], None]
 
 
 def run_processes(work: Work, *, size: int, folder: Path) -> None:
-    """`work`, a function of a module, once in each of `size` new processes."""
-    spawn(join_group, args=(work, size, str(folder / f"group{size}")), nprocs=size)
+    """`work`, a function of a module, once in each of `size` new processes.
+
+    They are forks of a process that has imported that module and no more: importing costs more than most tests do.
+    """
+    multiprocessing.set_forkserver_preload([work.func.__module__ if isinstance(work, partial) else work.__module__])
+    arguments = (work, size, str(folder / f"group{size}"))
+    start_processes(join_group, args=arguments, nprocs=size, start_method="forkserver")
 
 
 def join_group(rank: int, work: Work, size: int, store: str) -> None:
