@@ -14,7 +14,7 @@ from torch import Tensor
 from sdpo_core.backends.base import Policy, RowScores, ScoringModel, TokenRow
 from sdpo_core.errors import CellError, SpecError
 
-_RESPONSE_TOKENS = 8
+RESPONSE_TOKENS = 8
 _RESPONSES = 2
 
 
@@ -49,7 +49,7 @@ def publish(policy: Policy | ScoringModel, *, canary: tuple[TokenRow, ...]) -> P
 
 def canary_rows(prompts: Sequence[tuple[int, ...]], *, vocab: int) -> tuple[TokenRow, ...]:
     """Responses of ids from all over the vocabulary, to the first of `prompts`: at equal weights all score alike."""
-    spread = np.linspace(0, vocab - 1, _RESPONSES * _RESPONSE_TOKENS).astype(int).reshape(_RESPONSES, -1)
+    spread = np.linspace(0, vocab - 1, _RESPONSES * RESPONSE_TOKENS).astype(int).reshape(_RESPONSES, -1)
     return tuple(
         TokenRow(prompt_ids=prompt, response_ids=tuple(ids.tolist()))
         for prompt, ids in zip(dict.fromkeys(prompts), spread, strict=False)

@@ -26,7 +26,7 @@ from sdpo_core.backends.weight_files import WEIGHTS_FILE
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
-from sdpo_core.rollout.publish import Publication, canary_rows, check_canary, publish
+from sdpo_core.rollout.publish import RESPONSE_TOKENS, Publication, canary_rows, check_canary, publish
 from sdpo_core.sglang.address import external_servers
 from sdpo_core.sglang.client import Failure, SglangClient
 from sdpo_core.sglang.server import ManagedServer, ServerSpec
@@ -139,7 +139,9 @@ class SglangEngine:
 
     def _follow(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Publish the weights as they are now: put together by all processes, written and sent by process 0."""
-        publication = publish(self._policy, canary=canary_rows(prompts, vocab=self._text.vocab_size))
+        room = self._spec.base.shape.max_positions - RESPONSE_TOKENS
+        canary = canary_rows([prompt[-room:] for prompt in prompts], vocab=self._text.vocab_size)
+        publication = publish(self._policy, canary=canary)
         if _rank() == 0:
             self._write(publication)
             # What a restart sends is the file; the weights need no place in memory.
