@@ -30,6 +30,7 @@ def test_doctor_says_what_each_profile_lacks(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(extras, "is_installed", lambda module: module != "transformer_engine")
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine, "gpus", lambda: 1)
+    monkeypatch.setenv("SDPO_SGLANG_PYTHON", str(tmp_path / "python"))
     findings = _findings(tmp_path)
     assert findings["extra megatron"].state == "installed"
     assert findings["extra transformer_engine"].advice.endswith("(for smoke-megatron-2gpu, qwen3-4b-2gpu)")
@@ -37,7 +38,10 @@ def test_doctor_says_what_each_profile_lacks(tmp_path: Path, monkeypatch: pytest
     qwen = findings["profile qwen3-4b-2gpu"]
     assert qwen.state == "lacks 4 cores, 2 GPUs, extra transformer_engine, model qwen3-4b"
     assert qwen.advice.endswith(f"; place the model at {tmp_path / 'models' / 'Qwen3-4B'}")
+    sglang = findings["profile smoke-sglang"]
+    assert (sglang.state, sglang.advice) == ("lacks extra sglang", "make sglang-env")
 
+    (tmp_path / "python").touch()
     monkeypatch.setattr(extras, "is_installed", lambda _: False)
     monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(machine, "gpus", lambda: 2)
@@ -47,6 +51,8 @@ def test_doctor_says_what_each_profile_lacks(tmp_path: Path, monkeypatch: pytest
     tp2 = findings["profile tiny-megatron-tp2"]
     assert (tp2.state, tp2.advice) == ("lacks extra megatron", ".venv/bin/pip install -e '.[megatron]'")
     assert findings["profile tiny"].state == "runs here"
+    assert findings["extra sglang"].state == "installed"
+    assert findings["profile smoke-sglang"].state == "runs here"
 
 
 def test_doctor_blocks_on_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from sdpo_core.extras import Extra, is_installed, missing
+from sdpo_core.extras import Extra, is_installed, lacks, missing
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,13 @@ def test_looking_does_not_import() -> None:
 def test_missing_names_each_once() -> None:
     here, gone = (Extra(name=name, module=name, install="") for name in ("json", "nothing_here"))
     assert missing((here, gone, None, gone)) == (gone,)
+
+
+def test_extra_in_an_environment_of_its_own_says_itself_whether_it_is_there() -> None:
+    """No module of this environment shows it."""
+    here, gone = (
+        Extra(name=name, module="json", install="make x", is_there=lambda found=name == "here": found)
+        for name in ("here", "gone")
+    )
+    assert missing((here, gone)) == (gone,)
+    assert lacks(gone) == "got no environment with json, expected extra 'gone' (install it: make x)"

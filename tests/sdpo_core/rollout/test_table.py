@@ -1,11 +1,14 @@
 """Whom an engine can sample from is known before anything is loaded."""
 
+from pathlib import Path
+
 import pytest
 
 from sdpo_core.errors import SpecError
 from sdpo_core.extras import Extra
 from sdpo_core.rollout import table
 from sdpo_core.rollout.table import EngineModule, check_engine, engine, engine_faults
+from sdpo_core.sglang.address import external_servers
 from sdpo_core.specs import CellSpec
 
 
@@ -16,12 +19,29 @@ def test_local_samples_from_hf_alone(cell_spec: CellSpec) -> None:
 
 
 @pytest.mark.parametrize("backend", ["hf", "megatron"])
-def test_replica_samples_from_any(backend: str) -> None:
-    assert list(engine_faults("replica", backend=backend)) == []
+@pytest.mark.parametrize("name", ["replica", "sglang"])
+def test_engine_with_weights_of_its_own_samples_from_any(name: str, backend: str) -> None:
+    assert list(engine_faults(name, backend=backend)) == []
+
+
+def test_sglang_needs_its_environment_or_an_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SDPO_SGLANG_PYTHON", str(tmp_path / "python"))
+    with pytest.raises(SpecError, match=r"got no environment with sglang, .*install it: make sglang-env"):
+        check_engine("sglang", backend="hf")
+    monkeypatch.setenv("SDPO_SGLANG_URL", "http://127.0.0.1:1, http://127.0.0.1:2,")
+    monkeypatch.setenv("SDPO_SGLANG_TOKEN", "word")
+    check_engine("sglang", backend="hf")
+    assert [(one.url, one.token) for one in external_servers()] == [
+        ("http://127.0.0.1:1", "word"),
+        ("http://127.0.0.1:2", "word"),
+    ]
+    monkeypatch.delenv("SDPO_SGLANG_URL")
+    (tmp_path / "python").touch()
+    check_engine("sglang", backend="hf")
 
 
 def test_unknown_engine_names_the_known_ones() -> None:
-    with pytest.raises(SpecError, match="got engine 'vllm', expected one of local, replica"):
+    with pytest.raises(SpecError, match="got engine 'vllm', expected one of local, replica, sglang"):
         check_engine("vllm", backend="hf")
 
 
