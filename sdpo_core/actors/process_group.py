@@ -115,7 +115,10 @@ def worker_processes(
 
     They ask for no CPUs. `environment` is set before anything is imported in them.
     """
-    variables = {"env_vars": {**environment, **LOOPBACK_ENVIRONMENT}}
+    # Ray leaves the machine's GPUs in sight of an actor that asks for none, and megatron-core allocates where it sees
+    # one.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    variables = {"env_vars": {**environment, **LOOPBACK_ENVIRONMENT, **hidden}}
     actors: list[Any] = []
     with ExitStack() as stack:
         size = len(places)

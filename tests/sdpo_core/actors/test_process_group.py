@@ -109,6 +109,8 @@ def test_ranks_share_calls_and_the_first_one_answers() -> None:
         assert processes.call(lambda held: held.setdefault("answer", Counted())) == 3.0
         assert processes.call_each(lambda held: held["answer"].packed) == [1, 0]
         assert alone.call(lambda _held: dist.is_initialized()) is False
+        # On the device "cpu" no GPU of the machine is in sight, which Ray alone does not see to.
+        assert processes.call_each(lambda _held: os.environ.get("CUDA_VISIBLE_DEVICES")) == ["", ""]
         # Ray listens for itself in every process, as many times in one without a group; the group adds nothing, nor
         # does the driver's store.
         gloo = [open_listeners(pid) for pid in (*pids(alone), *numbers)]
