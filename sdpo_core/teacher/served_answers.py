@@ -36,15 +36,17 @@ def score_request(
 
 def teacher_scores(question: TeacherQuestion, answer: ScoreAnswer, *, support: Support | None) -> TeacherScores:
     """The columns of an answer, float32."""
+    # Copies: an answer's columns are parts of one table that nobody may write to.
+    logps, entropies = answer.logps.copy(), answer.entropies.copy()
     if support is None:
-        return TeacherScores(logps=answer.logps, entropies=answer.entropies)
+        return TeacherScores(logps=logps, entropies=entropies)
     ids, values, tails = _cells(question, answer, support=support)
     return TeacherScores(
-        logps=answer.logps,
-        entropies=answer.entropies,
+        logps=logps,
+        entropies=entropies,
         support_ids=ids,
         table=np.concatenate([values, tails[:, None]], axis=1),
-        overlap=answer.overlap,
+        overlap=None if answer.overlap is None else answer.overlap.copy(),
     )
 
 

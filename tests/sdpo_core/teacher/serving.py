@@ -1,18 +1,20 @@
 """Questions for a teacher, in the trainer and served, and how far apart two answers are."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from sdpo_core.algorithm_specs import TeacherSpec
-from sdpo_core.backends.base import TeacherFailure, TeacherQuestion, TeacherScores, TokenRow, WeightsAt
+from sdpo_core.backends.base import TeacherQuestion, TeacherScores, TokenRow, WeightsAt
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.served import ServedScorer
 from sdpo_core.workers import TeacherWorker
-from tests.sdpo_core.micro import MAX_POSITIONS, ragged_rows
+from tests.sdpo_core.micro import MAX_POSITIONS, make_spec, ragged_rows
 
 VOCAB = 259
 K = 5
@@ -22,6 +24,14 @@ TOLERANCE = 1e-5
 
 def served_spec(spec: CellSpec) -> CellSpec:
     return CellSpec.model_validate({**spec.model_dump(), "teacher_placement": "sglang"})
+
+
+def static_spec(spec: CellSpec) -> CellSpec:
+    return served_spec(make_spec(spec, arm="sdpo-static", training={"temperature": 0.7}))
+
+
+def ema_spec(spec: CellSpec) -> CellSpec:
+    return served_spec(make_spec(spec, arm="sdpo-ema", training={"temperature": 0.7}))
 
 
 @contextmanager
@@ -94,5 +104,16 @@ def largest_gap(found: Sequence[Any], wanted: Sequence[Any]) -> float:
     return max(gaps)
 
 
-def failures(answers: Sequence[TeacherScores | TeacherFailure]) -> list[str]:
-    return [answer.reason for answer in answers if isinstance(answer, TeacherFailure)]
+def running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that are still there after a while."""
+    deadline = time.monotonic() + 20
+    while (left := [p for p in processes if _is_running(p)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

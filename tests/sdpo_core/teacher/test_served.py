@@ -2,8 +2,6 @@
 
 import json
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +18,18 @@ from sdpo_core.model_folder import weights_digest
 from sdpo_core.rollout.publish import publish
 from sdpo_core.specs import CellSpec
 from sdpo_core.workers import TeacherWorker
-from tests.sdpo_core.micro import Base, load_model, make_spec
+from tests.sdpo_core.micro import Base, load_model
 from tests.sdpo_core.teacher.serving import (
     TOLERANCE,
     K,
+    ema_spec,
     largest_gap,
     questions,
     rows,
+    running,
     scorer_of,
-    served_spec,
     served_teacher,
+    static_spec,
     trainer_teacher,
 )
 
@@ -39,15 +39,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 SUPPORTS: tuple[Support | None, ...] = ("student", "teacher", "union", None)
-TEMPERATURE = 0.7
-
-
-def static_spec(spec: CellSpec) -> CellSpec:
-    return served_spec(make_spec(spec, arm="sdpo-static", training={"temperature": TEMPERATURE}))
-
-
-def ema_spec(spec: CellSpec) -> CellSpec:
-    return served_spec(make_spec(spec, arm="sdpo-ema", training={"temperature": TEMPERATURE}))
 
 
 class Student:
@@ -66,14 +57,6 @@ class Student:
 
     def weights(self) -> "dict[str, Tensor]":
         return self._model.weights()
-
-
-@pytest.fixture(scope="module")
-def static(cell_spec: CellSpec, base: Base, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherWorker]:
-    """Shared by tests that only ask it something."""
-    spec, scratch = static_spec(cell_spec), tmp_path_factory.mktemp("static")
-    with served_teacher(spec, folder=base.folder, scratch=scratch) as worker:
-        yield worker
 
 
 @pytest.mark.parametrize("support", SUPPORTS)
@@ -173,13 +156,13 @@ def test_ema_is_the_trainers_over_three_commits(cell_spec: CellSpec, base: Base,
         _scheduler(before).kill()
         assert largest_gap(served.score(asked, support="student", top_k=K), wanted) <= TOLERANCE
         assert {process.pid for process in before}.isdisjoint(process.pid for process in scorer.server.processes())
-        assert _running(before) == []
+        assert running(before) == []
 
         student.step()
         served.follow(student)
         served.load(tmp_path / "served")
         assert largest_gap(served.score(asked, support="student", top_k=K), wanted) <= TOLERANCE
-    assert _running(scorer.server.processes()) == []
+    assert running(scorer.server.processes()) == []
 
 
 def test_restart_with_other_weights_in_the_folder_is_refused(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
@@ -207,7 +190,7 @@ def test_restart_with_other_weights_in_the_folder_is_refused(cell_spec: CellSpec
             process.kill()
         with pytest.raises(CellError, match=f"expected {digest}, as at the start"):
             served.score(asked, support="union", top_k=K)
-        assert _running(before) == []
+        assert running(before) == []
 
 
 def test_contract_28_lost_weights_are_found_by_the_canary(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
@@ -234,13 +217,3 @@ def test_contract_28_lost_weights_are_found_by_the_canary(cell_spec: CellSpec, b
 def _scheduler(processes: tuple[psutil.Process, ...]) -> psutil.Process:
     (found,) = [process for process in processes if "scheduler" in "".join(process.cmdline()[:1])]
     return found
-
-
-def _running(processes: tuple[psutil.Process, ...]) -> list[psutil.Process]:
-    """Those that are still there after a while."""
-    deadline = time.monotonic() + 20
-    while (left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.1)
-    return left

@@ -1,0 +1,126 @@
+"""Cells whose teacher is served: they train as with one in the trainer, and outlive its server or say why not."""
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sdpo_core.cell import Workers
+from sdpo_core.errors import CellError
+from sdpo_core.journal import Journal
+from sdpo_core.records import Problem, Verdict
+from sdpo_core.specs import CellSpec
+from sdpo_core.workers import StudentWorker, TeacherWorker
+from tests.sdpo_core.micro import Base, grade_first_letter, load_model, make_cell, make_spec
+from tests.sdpo_core.teacher.serving import running, scorer_of, served_spec, served_teacher, trainer_teacher
+from tests.sdpo_core.test_cell import numbers, result
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+# Of losses, divergences and probabilities; the scores themselves differ by 4e-6 at most.
+TOLERANCE = 1e-5
+STEPS = 3
+
+
+@contextmanager
+def served_workers(
+    spec: CellSpec, *, folder: Path, scratch: Path, weights: Path | None = None
+) -> Iterator[tuple[Workers, TeacherWorker]]:
+    with served_teacher(spec, folder=folder, scratch=scratch, weights=weights) as teacher:
+        yield Workers(student=StudentWorker(spec, folder=folder, device="cpu"), teacher=teacher), teacher
+
+
+def other_weights(base: Base, folder: Path) -> Path:
+    """A checkpoint of the same model."""
+    model = load_model(base.folder)
+    model.blend({name: value * 1.2 for name, value in model.weights().items()}, rate=1.0)
+    model.save_weights(folder)
+    return folder
+
+
+def at_grade(number: int, act: Callable[[], None]) -> Callable[[Problem, str, bool], Verdict]:
+    """The micro cell's grader, which acts when it is called for the `number`-th time."""
+    count = itertools.count(1)
+
+    def grade(problem: Problem, response: str, truncated: bool) -> Verdict:
+        if next(count) == number:
+            act()
+        return grade_first_letter(problem, response, truncated)
+
+    return grade
+
+
+def largest_change(one: Journal, other: Journal) -> tuple[float, str]:
+    """Of all that was measured, and where."""
+    changes = [(0.0, "")]
+    for (step, moment, found), (_, _, wanted) in zip(numbers(one), numbers(other), strict=True):
+        assert found.keys() == wanted.keys()
+        for name, value in found.items():
+            expected = wanted[name]
+            assert (value is None) == (expected is None), name
+            if value is not None and expected is not None:
+                changes.append((abs(value - expected) / max(1.0, abs(expected)), f"{name} at {moment} {step}"))
+    return max(changes)
+
+
+@pytest.mark.parametrize("arm", ["opd-union", "sdpo-ema"])
+def test_cell_trains_as_with_its_teacher_in_the_trainer(
+    cell_spec: CellSpec, base: Base, tmp_path: Path, arm: str
+) -> None:
+    """The EMA teacher's server is killed after the second step: a new one has the weights of the last commit.
+
+    The static one has other weights than the student: a divergence of nothing but rounding, which the optimizer would
+    scale up, shows nothing.
+    """
+    plain = make_spec(cell_spec, arm=arm, training={"steps": STEPS})
+    journals = {name: Journal(tmp_path / name) for name in ("trainer", "sglang")}
+    weights = other_weights(base, tmp_path / "checkpoint") if arm == "opd-union" else None
+    student = StudentWorker(plain, folder=base.folder, device="cpu")
+    workers = Workers(student=student, teacher=trainer_teacher(plain, folder=base.folder, weights=weights))
+    make_cell(plain, journal=journals["trainer"], workers=workers, text=base.text).run()
+    spec = served_spec(plain)
+    scratch = tmp_path / "scratch"
+    with served_workers(spec, folder=base.folder, scratch=scratch, weights=weights) as (workers, teacher):
+        before = scorer_of(teacher).server.processes()
+
+        def kill() -> None:
+            for process in before if arm == "sdpo-ema" else ():
+                process.kill()
+
+        # 6 problems of dev before the first step, 2 x 3 rollouts a step.
+        grade = at_grade(6 + 2 * 6 + 1, kill)
+        make_cell(spec, journal=journals["sglang"], workers=workers, text=base.text, grade=grade).run()
+        assert (running(before) == []) == (arm == "sdpo-ema")
+    change, where = largest_change(journals["sglang"], journals["trainer"])
+    assert change <= TOLERANCE, where
+    assert journals["sglang"].read_samples() == journals["trainer"].read_samples()
+    found, wanted = (result(journals[name])["workers"]["teacher"] for name in ("sglang", "trainer"))
+    assert found["weights_sha256_start"] == wanted["weights_sha256_start"]
+    if arm == "opd-union":
+        assert found["weights_sha256_end"] == found["weights_sha256_start"]
+
+
+def test_cell_whose_server_cannot_come_back_fails_with_its_reason(
+    cell_spec: CellSpec, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract 27: no scores stand in, no process is left, and the checkpoint before it is whole."""
+    spec = served_spec(make_spec(cell_spec, arm="sdpo-static", training={"steps": STEPS}))
+    journal = Journal(tmp_path / "cell")
+    with served_workers(spec, folder=base.folder, scratch=tmp_path / "scratch") as (workers, teacher):
+        processes = scorer_of(teacher).server.processes()
+
+        def kill() -> None:
+            for process in processes:
+                process.kill()
+            monkeypatch.setenv("SDPO_SGLANG_PYTHON", str(shutil.which("false")))
+
+        grade = at_grade(6 + 6 + 1, kill)
+        with pytest.raises(CellError, match=r"(?s)ManagedServer: got an end before it was ready.*server\.log"):
+            make_cell(spec, journal=journal, workers=workers, text=base.text, grade=grade).run()
+        assert running(processes) == []
+        assert scorer_of(teacher).server.processes() == ()
+    assert not journal.result_path.exists()
+    assert journal.committed_step() == 1
