@@ -15,6 +15,9 @@ from sdpo_core.backends.megatron.model import MegatronModel
 from sdpo_core.errors import DataError
 from sdpo_core.specs import OptimizerSpec
 
+# Steps taken: torch's AdamW counts them for each parameter, the fused optimizers of CUDA for each group.
+_COUNT = "step"
+
 
 class MegatronOptimizer:
     """One optimizer a process; weight decay spares vectors (norms)."""
@@ -109,13 +112,17 @@ class MegatronOptimizer:
         with torch.no_grad():
             for name, value in self._fixed().items():
                 value.copy_(_fitting(found, name, like=value, path=path))
+        for number, group in enumerate(self._optimizer.optimizer.param_groups):
+            group.pop(_COUNT, None)
+            if f"{number}.{_COUNT}" in found:
+                group[_COUNT] = int(found.pop(f"{number}.{_COUNT}"))
         for name, parameter in self._places().items():
             for key in [key for key in found if key.startswith(f"{name}/")]:
                 entry = key.rsplit("/", 1)[1]
                 value = found.pop(key)
                 # Each parameter has a count of its own: a shared one would rise once a parameter.
                 self._optimizer.optimizer.state[parameter][entry] = (
-                    value.clone() if entry == "step" else value.to(parameter.device)
+                    value.clone() if entry == _COUNT else value.to(parameter.device)
                 )
         if found:
             raise DataError(
@@ -129,7 +136,12 @@ class MegatronOptimizer:
             for name, parameter in self._places().items()
             for entry, value in self._optimizer.optimizer.state.get(parameter, {}).items()
         }
-        return {**self._fixed(), **moments}
+        counts = {
+            f"{number}.{_COUNT}": torch.as_tensor(group[_COUNT])
+            for number, group in enumerate(self._optimizer.optimizer.param_groups)
+            if _COUNT in group
+        }
+        return {**self._fixed(), **counts, **moments}
 
     def _places(self) -> dict[str, Any]:
         """What the inner optimizer steps, by group and place: megatron-core orders both alike at every start."""

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+pytest.importorskip("megatron.core", reason="needs the extra 'megatron'")
+
+from megatron.core import optimizer as megatron_optimizer
 
 from sdpo_core.algorithms.objective import TermSum
 from sdpo_core.backends.hf import hf_policy
@@ -163,14 +168,20 @@ def test_other_states(base: Base, tmp_path: Path) -> None:
 
 def check_states(folder: Path, base: Path, group: ProcessGroup) -> None:
     layout = LayoutSpec(tensor=2, sequence=True)
-    for name, options in {"value": {"has_value_head": True}, "half": {"dtype": torch.bfloat16}}.items():
+    shared = layout.model_copy(update={"distributed_optimizer": True})
+    states: dict[str, dict[str, Any]] = {
+        "value": {"layout": layout, "has_value_head": True},
+        "half": {"layout": layout, "dtype": torch.bfloat16},
+        "half, shared": {"layout": shared, "dtype": torch.bfloat16},
+    }
+    for name, options in states.items():
         objective = OBJECTIVES["ppo"] if name == "value" else OBJECTIVE
-        policy = make_policy(base, layout, **options)  # type: ignore[arg-type]
+        policy = make_policy(base, **options)
         train(policy, objective=objective)
         policy.save(folder / name)
         group.barrier().wait()
         further = train(policy, objective=objective)
-        resumed = make_policy(base, layout, **options)  # type: ignore[arg-type]
+        resumed = make_policy(base, **options)
         resumed.load(folder / name)
         same_weights(train(resumed, objective=objective), further)
         if policy.model.value_head is not None and resumed.model.value_head is not None:
@@ -210,3 +221,48 @@ def check_ema(folder: Path, base: Path, layout: LayoutSpec, group: ProcessGroup)
         one.blend(student, rate=1e-4)
     for name, value in model._master.items():
         assert torch.equal(again._master[name], value), name
+
+
+class GroupAdam(torch.optim.Optimizer):
+    """AdamW whose groups count the steps, as the fused optimizers of CUDA do; its parameters hold moments alone."""
+
+    def __init__(self, params: Any, *, adam_w_mode: bool, **settings: Any) -> None:
+        assert adam_w_mode
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - beta2)
+                mean = state["exp_avg"] / (1 - beta1 ** group["step"])
+                deviation = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * mean / (deviation + group["eps"]))
+
+
+def test_count_of_steps_that_groups_keep_is_resumed(base: Base, tmp_path: Path) -> None:
+    """Adam corrects young moments by it: old ones at step 1 would take steps of another size."""
+    run_processes(partial(check_group_counts, tmp_path, base.folder), size=1, folder=tmp_path)
+
+
+def check_group_counts(folder: Path, base: Path, group: ProcessGroup) -> None:  # noqa: ARG001
+    megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = GroupAdam, False
+    policy = make_policy(base, LayoutSpec())
+    saved = train(policy)
+    policy.save(folder / "checkpoint")
+    further = train(policy)
+    resumed = make_policy(base, LayoutSpec())
+    resumed.load(folder / "checkpoint")
+    same_weights(resumed.weights(), saved)
+    same_weights(train(resumed), further)
+    # A policy that has gone on, too.
+    policy.load(folder / "checkpoint")
+    same_weights(train(policy), further)
