@@ -79,7 +79,11 @@ class ModelScorer:
         """States of the parts side by side, and which tokens they are of: all parts lie alike."""
         held = [part.model.held_states(rows) for part in self._parts]
         shares = [part.share for part in self._parts]
-        states = torch.cat([share * part.hidden for share, part in zip(shares, held, strict=True)], dim=1)
+        if len(held) == 1:
+            return shares[0] * held[0].hidden, held[0].tokens
+        # In half precision each product would be rounded once more.
+        dtype = torch.promote_types(held[0].hidden.dtype, torch.float32)
+        states = torch.cat([share * part.hidden.to(dtype) for share, part in zip(shares, held, strict=True)], dim=1)
         return states, held[-1].tokens
 
     def _head(self) -> Head:

@@ -202,6 +202,18 @@ def test_mixture_takes_bias_and_scale_along(base: Base) -> None:
     np.testing.assert_allclose(answer.logps, own.numpy(), rtol=0, atol=2e-5)
 
 
+def test_mixture_in_half_precision_weighs_without_rounding(base: Base) -> None:
+    """A model mixed with itself is that model; a share that is no power of two would round states to 8 bits again."""
+    model = load_model(base.folder, dtype=torch.bfloat16)
+    scorers = [
+        ModelScorer([Part(model=model, share=share) for share in shares], temperature=TEMPERATURE, max_tokens=40)
+        for shares in ((1.0,), (0.7, 0.3))
+    ]
+    pairs = zip(*(one.score(plain_questions(), support=None, top_k=0) for one in scorers), strict=True)
+    for whole, mixed in pairs:
+        np.testing.assert_allclose(mixed.logps, whole.logps, rtol=0, atol=2e-5)
+
+
 def test_mixture_of_capped_logits_is_refused(base: Base) -> None:
     """A cap is no linear map: a sum of capped logits is no projection."""
     models = [load_model(base.folder) for _ in range(2)]
