@@ -94,7 +94,9 @@ class MegatronModel:
         return replace(
             own,
             weight=_padded_rows(projection.weight[rows], len(own.weight)).to(self.device),
-            bias=None if projection.bias is None else _padded_rows(projection.bias[rows], len(own.weight)),
+            bias=None
+            if projection.bias is None
+            else _padded_rows(projection.bias[rows], len(own.weight)).to(self.device),
             vocab=projection.vocab,
             logit_scale=projection.logit_scale,
             soft_cap=projection.soft_cap,
