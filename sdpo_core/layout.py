@@ -47,5 +47,3 @@ class LayoutSpec(Spec):
             yield f"pipeline {self.pipeline}: there is no pipeline parallelism; use tensor, context or data"
         if self.sequence and self.tensor == 1:
             yield "sequence belongs to tensor above 1: it cuts what tensor leaves whole"
-        if self.packed and self.context > 1 and self.kernels == "torch":
-            yield "packed with context above 1 needs kernels 'transformer_engine'"

@@ -83,7 +83,8 @@ class RowGPT(GPTModel):  # type: ignore[misc]
         Args:
             ids: [row, position] the positions of this context parallel process, padded on the right alone: rotary
                 positions count from the start. With `sequence`, `tensor` divides their number.
-            lengths: of the whole sequences that stand one behind another in a single row; None: each row is one.
+            lengths: of the whole sequences whose positions here stand one behind another in a single row; None: each
+                row is one.
 
         Returns:
             [held, row, hidden] of all these positions; with `sequence`, of this process's equal share of them.

@@ -90,8 +90,8 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 class TorchAttention(torch.nn.Module):
     """Causal attention of the heads of this process.
 
-    Context parallel: keys and values of all positions are gathered, and each of the process's two chunks of queries
-    attends to those up to its own end. Packed: each sequence attends to itself.
+    Packed: each sequence attends to itself. Context parallel: keys and values of all its positions are gathered, and
+    each of the process's two chunks of queries attends to those up to its own end.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None, pg_collection: Any, **_: Any) -> None:
@@ -109,21 +109,22 @@ class TorchAttention(torch.nn.Module):
         packed_seq_params: PackedRows | None = None,
         **_: Any,
     ) -> Float[Tensor, "position rows column"]:
-        if packed_seq_params is not None:
-            parts = self._packed(query[:, None], key[:, None], value[:, None], packed_seq_params.lengths)
-        elif self.context.size() > 1:
-            parts = self._context_parallel(query, key, value)
+        if packed_seq_params is None:
+            parts = self._sequence(query, key, value)
         else:
-            parts = iter([self._attend(query, key, value)])
+            parts = self._packed(query[:, None], key[:, None], value[:, None], packed_seq_params.lengths)
         return torch.cat(list(parts)).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
-        cuts = list(lengths)
+        cuts = [length // self.context.size() for length in lengths]
         for each in zip(*(torch.split(side, cuts) for side in (query, key, value)), strict=True):
-            yield self._attend(*each)
+            yield from self._sequence(*each)
 
-    def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+    def _sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
         size, rank = self.context.size(), self.context.rank()
+        if size == 1:
+            yield self._attend(query, key, value)
+            return
         layout = Zigzag(padded_length=len(query) * size, size=size)
         held = torch.cat([layout.positions(other) for other in range(size)])
         in_order = held.argsort().to(query.device)

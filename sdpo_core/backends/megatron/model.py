@@ -141,7 +141,11 @@ class MegatronModel:
         ids = torch.zeros(1, sum(lengths), dtype=torch.long)
         for row, start in zip(rows, _starts(lengths), strict=False):
             ids[0, start : start + _length(row)] = torch.tensor(row.prompt_ids + row.response_ids)
-        states: Tensor = self.module(ids.to(self.device), lengths)
+        held = [
+            start + Zigzag(padded_length=length, size=self.layout.context).positions(self.groups.context.rank())
+            for length, start in zip(lengths, _starts(lengths), strict=True)
+        ]
+        states: Tensor = self.module(ids[:, torch.cat(held)].to(self.device), lengths)
         return states
 
     def _places(self, rows: Sequence[TokenRow], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +160,7 @@ class MegatronModel:
                 response_length=len(row.response_ids),
                 rank=self.groups.context.rank(),
             )
-            place, column = (start, 0) if self.layout.packed else (0, index)
+            place, column = (start // self.layout.context, 0) if self.layout.packed else (0, index)
             parts.append((owned.places + place, torch.full_like(owned.places, column), owned.rows + first))
             first += len(row.response_ids)
         places, columns, tokens = (torch.cat(part).to(self.device) for part in zip(*parts, strict=True))

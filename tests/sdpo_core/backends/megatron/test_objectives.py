@@ -30,6 +30,7 @@ from sdpo_core.backends.megatron.model import MegatronModel
 from sdpo_core.backends.megatron.names import to_hf
 from sdpo_core.backends.megatron.optimizer import MegatronOptimizer
 from sdpo_core.backends.policy import ModelPolicy
+from sdpo_core.backends.row_model import RowModel
 from sdpo_core.backends.scorer import ModelScorer, Part
 from sdpo_core.layout import LayoutSpec
 from sdpo_core.specs import OptimizerSpec
@@ -48,9 +49,11 @@ LAYOUTS = {
     "tp2-sp": LayoutSpec(tensor=2, sequence=True),
     "tp2-sp-packed-recompute": LayoutSpec(tensor=2, sequence=True, packed=True, recompute=True),
     "cp2": LayoutSpec(context=2),
+    "cp2-packed": LayoutSpec(context=2, packed=True),
     "dp2": LayoutSpec(data=2),
     "tp2cp2": LayoutSpec(tensor=2, context=2),
     "tp2cp2-sp": LayoutSpec(tensor=2, context=2, sequence=True),
+    "tp2cp2-sp-packed": LayoutSpec(tensor=2, context=2, sequence=True, packed=True),
     "cp2dp2": LayoutSpec(context=2, data=2),
 }
 CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
@@ -247,11 +250,22 @@ def compare(path: Path, folder: Path, layout: LayoutSpec, group: ProcessGroup) -
         worst[support] = same_rows(answers, expected.answers[support])
     whole = scorer.projection()
     assert torch.equal(whole.weight, expected.weights["model.embed_tokens.weight"])
+    worst["mixture"] = same_mixture(policy.model, expected)
     for max_tokens, names in ((9999, tuple(OBJECTIVES)), (100, ("grpo", "gspo", "ppo", "sdpo, jsd", "opsd"))):
         for name, found in updates(make, expected.projection, max_tokens=max_tokens, names=names).items():
             worst[f"{name}, {max_tokens}"] = same_update(found, expected.updates[name], where=name)
     if group.rank() == 0:
         print("\n", layout.size, {name: f"{error:.1e}" for name, error in worst.items()})  # noqa: T201
+
+
+def same_mixture(model: RowModel, expected: Expected) -> float:
+    """A model mixed with itself is that model."""
+    parts = [Part(model=model, share=share) for share in (0.7, 0.3)]
+    questions = [TeacherQuestion(row=row) for row in token_rows(context=19)]
+    answers = ModelScorer(parts, temperature=TEMPERATURE, max_tokens=150).score(
+        questions, support="teacher", top_k=TOP_K
+    )
+    return same_rows(answers, expected.answers["teacher"])
 
 
 def same_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
