@@ -33,7 +33,8 @@ from sdpo_core.objectives.head import Head
 class MegatronModel:
     """This process's share of the model in a Hugging Face folder; every process of the layout has one.
 
-    What is computed from weights that take part in an EMA stays float32 beside them where they are not.
+    A model in bfloat16 that follows another by an EMA keeps its share in float32, too: a commit may move a weight by
+    less than bfloat16 holds.
     """
 
     soft_cap: float | None = None
@@ -242,10 +243,10 @@ class MegatronModel:
     def save_weights(self, folder: Path) -> None:
         """One file a tensor parallel process; the others hold copies."""
         if self.groups.shared_weights.rank() == 0:
-            share = {name: value.detach().cpu() for name, value in self.module.shard_parameters().items()}
+            share = self._master or self.module.shard_parameters()
             save_share(
                 folder,
-                {name: value.cpu() for name, value in (self._master or share).items()},
+                {name: value.detach().cpu() for name, value in share.items()},
                 shape=self.shape,
                 kernels=self.layout.kernels,
                 rank=self.groups.tensor.rank(),
