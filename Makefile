@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-megatron test-sglang sglang-env check mutants secrets bench bench-megatron bench-peer lock clean
+.PHONY: demo test test-megatron test-sglang sglang-env check mutants secrets bench bench-megatron bench-peer bench-teacher lock clean
 
 demo: $(READY)  ## train experiment e001 and write results/e001/results.md
 	@$(BIN)/sdpo run e001
@@ -54,6 +54,9 @@ bench: $(READY)  ## time and memory of the losses, beside dense ones (docs/lab-l
 
 bench-peer: $(READY)  ## a step of GRPO and SDPO beside TRL's: CPU time and memory (docs/parity.md)
 	@$(BIN)/python -m benchmarks.peer_trl
+
+bench-teacher: $(READY) sglang-env  ## a served teacher's scores beside the trainer's own: payload and time (docs/lab-log.md)
+	@$(BIN)/python -m benchmarks.served_teacher
 
 bench-megatron: $(MEGATRON)  ## a step on Megatron-core's layouts beside one process: time and memory (docs/lab-log.md)
 	@$(BIN)/python -m benchmarks.megatron

@@ -66,21 +66,33 @@ def load_scorer(
         scratch=scratch,
     )
     longest = max(training.max_prompt_tokens, training.max_teacher_prompt_tokens) + training.max_response_tokens
-    kind: Literal["cpu", "cuda"] = "cuda" if device.startswith("cuda") else "cpu"
-    server = ManagedServer(
-        ServerSpec(
-            model=weights.folder,
-            dtype=spec.dtype,
-            valid_vocab=weights.vocab,
-            max_total_tokens=max(training.microbatch_tokens, longest + _SPARE_TOKENS),
-            threads=spec.threads_per_worker,
-            deterministic=False,
-            device=kind,
-            environment=_CHUNKS,
-        ),
-        folder=scratch,
+    server = teacher_server(
+        weights,
+        dtype=spec.dtype,
+        tokens=max(training.microbatch_tokens, longest),
+        threads=spec.threads_per_worker,
+        device=device,
+        scratch=scratch,
     )
     return ServedScorer(server, weights, temperature=training.temperature)
+
+
+def teacher_server(
+    weights: ServedWeights, *, dtype: Dtype, tokens: int, threads: int, device: str, scratch: Path
+) -> ManagedServer:
+    """A server for a teacher, not started yet. `tokens`: what it holds at once, the longest sequence at least."""
+    kind: Literal["cpu", "cuda"] = "cuda" if device.startswith("cuda") else "cpu"
+    spec = ServerSpec(
+        model=weights.folder,
+        dtype=dtype,
+        valid_vocab=weights.vocab,
+        max_total_tokens=tokens + _SPARE_TOKENS,
+        threads=threads,
+        deterministic=False,
+        device=kind,
+        environment=_CHUNKS,
+    )
+    return ManagedServer(spec, folder=scratch)
 
 
 class ServedScorer:
