@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -85,15 +85,19 @@ def team(name: str, layout: LayoutSpec | None, *, folder: Path) -> Iterator[Team
         processes = [
             context.Process(target=work, args=(pairs[rank][1], layout, folder, meeting, rank)) for rank in range(size)
         ]
-        for process in processes:
+        for process, (_, theirs) in zip(processes, pairs, strict=True):
             process.start()
+            # While it is open here, too, a process that has died is waited for.
+            theirs.close()
         try:
             for pipe, _ in pairs:
                 pipe.recv()
             yield Team(name=name, pipes=[pipe for pipe, _ in pairs])
         finally:
             for pipe, _ in pairs:
-                pipe.send("end")
+                # One that has died takes no order; the others are to end.
+                with suppress(OSError):
+                    pipe.send("end")
             for process in processes:
                 process.join()
 
