@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from jaxtyping import Int, Num
+from megatron.core import tensor_parallel
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -169,8 +170,6 @@ class MegatronModel:
 
     def _head_inputs(self, states: Tensor, *, replicated: bool) -> tuple[Tensor, Tensor | None]:
         """The states of all positions for a head that is cut, and for what every tensor parallel process does alike."""
-        from megatron.core import tensor_parallel
-
         if not self.layout.sequence:
             return tensor_parallel.copy_to_tensor_model_parallel_region(states), states if replicated else None
         gather = tensor_parallel.gather_from_sequence_parallel_region

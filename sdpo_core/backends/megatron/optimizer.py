@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,9 +26,6 @@ class MegatronOptimizer:
     """One optimizer a process; weight decay spares vectors (norms)."""
 
     def __init__(self, model: MegatronModel, spec: OptimizerSpec) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
         self._model, self._spec = model, spec
         layout = model.layout
         half = model.module.head_weight().dtype == torch.bfloat16
@@ -67,8 +67,6 @@ class MegatronOptimizer:
 
     def gradient_norm(self) -> float:
         """Sums the gradients over the processes, those of norms over the parts of a sequence too; then their norm."""
-        from megatron.core.distributed import finalize_model_grads
-
         with cpu_guard():
             finalize_model_grads([self._parallel], None)
             self._optimizer.prepare_grads()
@@ -76,8 +74,6 @@ class MegatronOptimizer:
         return self._norm
 
     def step(self, *, learning_rate: float) -> None:
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
         # Megatron's own scheduler, which is not used here, would apply these factors; unapplied, norms decay.
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_mult", 1.0)
