@@ -339,7 +339,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="Megatron: one step count for all parameters",
         source="megatron-core's distributed optimizer without Apex",
         file=f"{MEGATRON}/optimizer.py",
-        find='value.clone() if entry == _COUNT',
+        find="value.clone() if entry == _COUNT",
         replace='self.__dict__.setdefault("_shared", value) if entry == "step"',
         tests=(f"{STEPS}[dp2-shared]",),
     ),
