@@ -1,8 +1,8 @@
 """Checkpoints of a cell: weights, optimizer, teacher and the driver's state, committed by one rename.
 
     checkpoints/step-000020/
-        student/    model.safetensors, optimizer.safetensors
-        teacher/    model.safetensors, for arms with a teacher
+        student/    weights and optimizer state: safetensors, a file a process where several hold shares, with a manifest
+        teacher/    weights, for arms with a teacher
         state.json  DriverState, the SHA-256 of every other file, and a digest of both
 
 Each worker writes its part into a folder aside; the driver writes `state.json` and renames, once all have answered. A

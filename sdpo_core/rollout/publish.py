@@ -6,6 +6,7 @@ the wrong names, gives them other log-probabilities. A teacher's weights are ref
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 from jaxtyping import Float
@@ -48,11 +49,11 @@ def publish(policy: Policy | ScoringModel, *, canary: tuple[TokenRow, ...]) -> P
 
 
 def canary_rows(prompts: Sequence[tuple[int, ...]], *, vocab: int) -> tuple[TokenRow, ...]:
-    """Responses of ids from all over the vocabulary, to the first of `prompts`: at equal weights all score alike."""
+    """Responses of ids from all over the vocabulary, to the first of `prompts`, again where there is one alone."""
     spread = np.linspace(0, vocab - 1, _RESPONSES * RESPONSE_TOKENS).astype(int).reshape(_RESPONSES, -1)
     return tuple(
         TokenRow(prompt_ids=prompt, response_ids=tuple(ids.tolist()))
-        for prompt, ids in zip(dict.fromkeys(prompts), spread, strict=False)
+        for prompt, ids in zip(cycle(dict.fromkeys(prompts)), spread, strict=False)
     )
 
 

@@ -62,6 +62,8 @@ class ReplicaEngine:
 
     def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
         """One rollout a request, in order; all processes of the student call it and have all of them."""
+        if not requests:
+            return ()
         if self._version != self._policy.weights_version():
             self._follow([request.prompt_ids for request in requests])
         size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)

@@ -65,6 +65,7 @@ class MegatronModel:
         self.value_head: torch.nn.Linear | None = self.module.value_head
         self._valid_vocab = valid_vocab
         self._master: dict[str, Tensor] = {}
+        self._master_version = 0
         self._copy(self._share_of(read_weights(folder)))
 
     @property
@@ -218,11 +219,11 @@ class MegatronModel:
             self._copy(share)
         else:
             parameters = self.module.shard_parameters()
-            if not self._master:
-                self._master = {name: value.detach().float() for name, value in parameters.items()}
-            for name, value in self._master.items():
+            masters = self._masters() or {name: value.detach().float() for name, value in parameters.items()}
+            for name, value in masters.items():
                 value.lerp_(share[name].to(value), rate)
                 parameters[name].copy_(value)
+            self._keep(masters)
         self.weights_version += 1
 
     def _share_of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -239,10 +240,19 @@ class MegatronModel:
         self._master = {}
         self.module.load_shard(share)
 
+    def _masters(self) -> dict[str, Tensor]:
+        """The weights in float32, while the model's are what they were rounded to; else empty."""
+        return self._master if self._master_version == self.weights_version else {}
+
+    def _keep(self, masters: Mapping[str, Tensor]) -> None:
+        """For the version that the caller is about to make. A float32 model is its own master."""
+        is_rounded = self.module.head_weight().dtype != torch.float32
+        self._master, self._master_version = dict(masters) if is_rounded else {}, self.weights_version + 1
+
     def save_weights(self, folder: Path) -> None:
         """One file a tensor parallel process; the others hold copies."""
         if self.groups.shared_weights.rank() == 0:
-            share = self._master or self.module.shard_parameters()
+            share = self._masters() or self.module.shard_parameters()
             save_share(
                 folder,
                 {name: value.detach().cpu() for name, value in share.items()},
@@ -256,9 +266,8 @@ class MegatronModel:
         """Weights that any layout, or another backend, has saved."""
         share = self._share_of(read_weights(folder))
         self._copy(share)
-        is_master = any(value.dtype != self.module.head_weight().dtype for value in share.values())
-        if is_master:
-            self._master = {name: value.float().to(self.device) for name, value in share.items()}
+        if any(value.dtype == torch.float32 for value in share.values()):
+            self._keep({name: value.float().to(self.device) for name, value in share.items()})
         self.weights_version += 1
 
     def facts(self) -> WorkerFacts:

@@ -89,5 +89,10 @@ def test_weights_of_a_teacher_are_never_published(base: Base) -> None:
 def test_canary_reaches_over_the_vocabulary() -> None:
     found = canary_rows([(1, 2), (1, 2), (3, 4), (5, 6)], vocab=259)
     assert [row.prompt_ids for row in found] == [(1, 2), (3, 4)]
-    ids = [token for row in found for token in row.response_ids]
-    assert (min(ids), max(ids), len(set(ids))) == (0, 258, 16)
+    for rows in (found, canary_rows([(1, 2), (1, 2)], vocab=259)):
+        ids = [token for row in rows for token in row.response_ids]
+        assert (min(ids), max(ids), len(set(ids))) == (0, 258, 16)
+
+
+def test_no_request_is_answered_with_no_rollout(base: Base, cell_spec: CellSpec) -> None:
+    assert make_replica(base, make_policy(base), cell_spec).generate([], sampling=SAMPLING) == ()
