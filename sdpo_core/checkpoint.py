@@ -1,7 +1,7 @@
 """Checkpoints of a cell: weights, optimizer, teacher and the driver's state, committed by one rename.
 
     checkpoints/step-000020/
-        student/    weights and optimizer state: safetensors, a file a process where several hold shares, with a manifest
+        student/    weights, optimizer state: safetensors; of several processes shares, with a manifest
         teacher/    weights, for arms with a teacher
         state.json  DriverState, the SHA-256 of every other file, and a digest of both
 
