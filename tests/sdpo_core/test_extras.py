@@ -38,8 +38,8 @@ def test_missing_names_each_once() -> None:
 def test_extra_in_an_environment_of_its_own_says_itself_whether_it_is_there() -> None:
     """No module of this environment shows it."""
     here, gone = (
-        Extra(name=name, module="json", install="make x", is_there=lambda found=name == "here": found)
-        for name in ("here", "gone")
+        Extra(name=name, module="json", install="make x", is_there=is_there)
+        for name, is_there in (("here", lambda: True), ("gone", lambda: False))
     )
     assert missing((here, gone)) == (gone,)
     assert lacks(gone) == "got no environment with json, expected extra 'gone' (install it: make x)"

@@ -108,7 +108,7 @@ def test_sampled_padding_token_gets_the_gradient_of_any_other(double: HfModel, b
     """Against a finite difference: an embedding layer that knows a padding id leaves that row out."""
     pad = base.text.pad_id
     row = TokenRow(prompt_ids=(1, 2), response_ids=(pad, 5, 6))
-    embedding = double.model.get_input_embeddings().weight
+    embedding = double.head
 
     def loss() -> Tensor:
         return -response_logits(double, [row]).log_softmax(dim=1)[1:, [5, 6]].diagonal().sum()

@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sdpo_core import random_streams
 from sdpo_core.backends.base import TokenRow
@@ -227,7 +228,7 @@ def test_canary_catches_weights_that_did_not_arrive(
     engine.generate(requests(), sampling=SAMPLING)
     old = policy.weights()
     train(policy)
-    save = module.save_file
+    save = save_file
 
     def broken(weights: dict[str, torch.Tensor], path: Path, **named: Any) -> None:
         if damage == "stale":
@@ -252,7 +253,7 @@ def test_half_an_update_does_not_go_unnoticed(
     """SGLang takes a file that lacks tensors and reports success."""
     engine.generate(requests(), sampling=SAMPLING)
     train(policy)
-    save = module.save_file
+    save = save_file
     monkeypatch.setattr(
         module,
         "save_file",

@@ -90,6 +90,8 @@ def test_scores_equal_hugging_face_whatever_their_shape(
         for column, name in enumerate(("tails", "logps", "entropies"), start=one.k):
             np.testing.assert_allclose(getattr(found, name), values[:, column], rtol=0, atol=TOLERANCE)
         if request.best:
+            assert found.best_ids is not None
+            assert found.best_table is not None
             assert np.array_equal(found.best_ids, ids[:, -one.top_k :])
             np.testing.assert_allclose(found.best_table, values[:, -one.top_k :], rtol=0, atol=TOLERANCE)
 

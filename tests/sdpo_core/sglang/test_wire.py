@@ -286,7 +286,7 @@ def test_scores_of_fewer_rows_are_refused() -> None:
     [{"prompt_ids": ()}, {"max_new_tokens": 0}, {"temperature": 0.0}, {"temperature": float("inf")}, {"seed": 2**63}],
 )
 def test_request_that_cannot_be_sampled_is_refused(change: dict[str, Any]) -> None:
-    fields = {"prompt_ids": (1,), "seed": 0, "temperature": 1.0, "max_new_tokens": 1, "end_id": 2}
+    fields: dict[str, Any] = {"prompt_ids": (1,), "seed": 0, "temperature": 1.0, "max_new_tokens": 1, "end_id": 2}
     GenerateRequest(**fields)
     with pytest.raises(DataError, match="GenerateRequest: got"):
         GenerateRequest(**{**fields, **change})
@@ -304,7 +304,7 @@ def test_request_that_cannot_be_sampled_is_refused(change: dict[str, Any]) -> No
     ],
 )
 def test_response_that_cannot_be_scored_is_refused(change: dict[str, Any]) -> None:
-    fields = {"prompt_ids": (1,), "response_ids": (2, 3), "temperature": 1.0}
+    fields: dict[str, Any] = {"prompt_ids": (1,), "response_ids": (2, 3), "temperature": 1.0}
     ScoreRequest(**fields)
     with pytest.raises(DataError, match="ScoreRequest: got"):
         ScoreRequest(**{**fields, **change})
