@@ -38,9 +38,9 @@ def as_json(value: Any) -> Reply:
 
 
 class Proxy:
-    """Serves on a free port while the block lasts; `calls` are all that came in."""
+    """Serves on a free port while the block lasts; `calls` are all that came in. `is_well`: it is, whoever answers."""
 
-    def __init__(self, answer: Answerer) -> None:
+    def __init__(self, answer: Answerer, *, is_well: bool = True) -> None:
         self.calls: list[Call] = []
         self._lock = threading.Lock()
         proxy = self
@@ -60,7 +60,7 @@ class Proxy:
                 call = Call(path=self.path, body=json.loads(text) if text else None, token=token)
                 with proxy._lock:
                     proxy.calls.append(call)
-                reply = answer(call)
+                reply = Reply() if is_well and call.path == "/health" else answer(call)
                 self.send_response(reply.status)
                 self.send_header("Content-Length", str(len(reply.body)))
                 self.end_headers()

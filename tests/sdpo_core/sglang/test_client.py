@@ -138,7 +138,7 @@ def test_hanging_server_is_given_up_in_time(gate: threading.Event) -> None:
         gate.wait(15)
         return right(call)
 
-    with Proxy(answer) as proxy:
+    with Proxy(answer, is_well=False) as proxy:
         before = time.monotonic()
         found = client_of(proxy).generate(ask_for(6))
         assert time.monotonic() - before < 4
@@ -163,7 +163,7 @@ def test_other_server_takes_over_from_one_that_hangs(gate: threading.Event) -> N
         gate.wait(15)
         return right(call)
 
-    with Proxy(hanging) as bad, Proxy(right) as good:
+    with Proxy(hanging, is_well=False) as bad, Proxy(right) as good:
         found = client_of(bad, good).generate(ask_for(12))
         assert len(seeds(good)) == 12
         gate.set()
