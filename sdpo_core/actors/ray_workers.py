@@ -36,6 +36,7 @@ from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights, Teacher
 from sdpo_core.teacher.schedule import commit_rate
+from sdpo_core.teacher.served_weights import remove_weights
 from sdpo_core.teacher.table import PLACEMENTS, TeacherPlacement
 from sdpo_core.workers import ANCHOR, StudentWorker, TeacherWorker
 
@@ -152,6 +153,9 @@ def ray_workers(
     device = "cuda" if gpus else "cpu"
     at = {"teacher": teacher or WeightsAt(folder=folder), "anchor": WeightsAt(folder=folder)}
     with ExitStack() as stack:
+        if scratch is not None:
+            # Entered first, so that it is done when no process reads them any more.
+            stack.callback(remove_weights, scratch)
         places = stack.enter_context(placed(sizes, gpus=gpus))
         start = partial(worker_processes, device=device, environment=_thread_environment(spec))
         student = stack.enter_context(

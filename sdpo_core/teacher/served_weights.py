@@ -6,6 +6,7 @@ it and then let go: from there on only the server holds it.
 """
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ class ServedWeights:
         self._temperature = temperature
         self._tolerance = tolerance
         self._scratch = scratch
+        remove_weights(scratch)
         self.vocab = ChatTokenizer.load(at.folder).vocab_size
         self.version = 0
         self.canary = canary_questions(self.vocab)
@@ -79,10 +81,8 @@ class ServedWeights:
         return self.published
 
     def keep_last(self) -> None:
-        """Delete what was published before `published`."""
-        for other in self._scratch.glob("version-*"):
-            if other != self.published:
-                shutil.rmtree(other)
+        """Delete what was published before `published`; what a start reads stays."""
+        remove_weights(self._scratch, but=(self.folder, self.published))
 
     def check_canary(self, found: tuple[TeacherScores, ...]) -> None:
         """Raise CellError unless the server scores the canary as these weights do, and not as no weights would."""
@@ -131,6 +131,13 @@ class ServedWeights:
         tensors = {name: value.detach().to(self._dtype) for name, value in model.model.named_parameters()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         return folder
+
+
+def remove_weights(scratch: Path, *, but: Sequence[Path] = ()) -> None:
+    """Delete the folders of weights in a served teacher's `scratch`: those of a run that was killed, too."""
+    for folder in (*scratch.glob("version-*"), *scratch.glob("start")):
+        if folder not in but:
+            shutil.rmtree(folder)
 
 
 def canary_questions(vocab: int) -> tuple[TeacherQuestion, ...]:

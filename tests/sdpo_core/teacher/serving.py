@@ -11,10 +11,12 @@ import psutil
 
 from sdpo_core.algorithm_specs import TeacherSpec
 from sdpo_core.backends.base import TeacherQuestion, TeacherScores, TokenRow, WeightsAt
+from sdpo_core.journal import Journal
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.served import ServedScorer
 from sdpo_core.workers import TeacherWorker
 from tests.sdpo_core.micro import MAX_POSITIONS, make_spec, ragged_rows
+from tests.sdpo_core.test_cell import numbers
 
 VOCAB = 259
 K = 5
@@ -102,6 +104,19 @@ def largest_gap(found: Sequence[Any], wanted: Sequence[Any]) -> float:
             with np.errstate(invalid="ignore"):
                 gaps.append(float(np.where(a == b, 0.0, np.abs(a - b)).max()))
     return max(gaps)
+
+
+def largest_change(one: Journal, other: Journal) -> tuple[float, str]:
+    """Of all that was measured, and where."""
+    changes = [(0.0, "")]
+    for (step, moment, found), (_, _, wanted) in zip(numbers(one), numbers(other), strict=True):
+        assert found.keys() == wanted.keys()
+        for name, value in found.items():
+            expected = wanted[name]
+            assert (value is None) == (expected is None), name
+            if value is not None and expected is not None:
+                changes.append((abs(value - expected) / max(1.0, abs(expected)), f"{name} at {moment} {step}"))
+    return max(changes)
 
 
 def running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

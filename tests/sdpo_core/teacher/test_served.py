@@ -16,6 +16,8 @@ from sdpo_core.backends.weight_files import WEIGHTS_FILE
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.model_folder import weights_digest
 from sdpo_core.rollout.publish import publish
+from sdpo_core.sglang.client import SglangClient
+from sdpo_core.sglang.transport import Limits
 from sdpo_core.specs import CellSpec
 from sdpo_core.workers import TeacherWorker
 from tests.sdpo_core.micro import Base, load_model
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
+IMPATIENT = Limits(stall_seconds=2.0, health_seconds=3.0)
 SUPPORTS: tuple[Support | None, ...] = ("student", "teacher", "union", None)
 
 
@@ -165,8 +168,12 @@ def test_ema_is_the_trainers_over_three_commits(cell_spec: CellSpec, base: Base,
     assert running(scorer.server.processes()) == []
 
 
-def test_restart_with_other_weights_in_the_folder_is_refused(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
-    """A checkpoint's weights over its base; the server dies, and what it would read again has changed by then."""
+def test_server_comes_back_with_the_weights_it_had_or_not_at_all(
+    cell_spec: CellSpec, base: Base, tmp_path: Path
+) -> None:
+    """A checkpoint's weights over its base. The server hangs and is replaced; it dies, and what it would read again has
+    changed by then.
+    """
     model = load_model(base.folder)
     model.blend({name: value + 0.1 for name, value in model.weights().items()}, rate=1.0)
     model.save_weights(tmp_path / "checkpoint")
@@ -182,9 +189,15 @@ def test_restart_with_other_weights_in_the_folder_is_refused(cell_spec: CellSpec
         wanted = trainer.score(asked, support="union", top_k=K)
         assert largest_gap(served.score(asked, support="union", top_k=K), wanted) <= TOLERANCE
         assert served.facts().weights_sha256 == digest
+        scorer = scorer_of(served)
+        before = scorer.server.processes()
+        scorer._client = SglangClient([scorer._endpoint()], limits=IMPATIENT)
+        _scheduler(before).suspend()
+        assert largest_gap(served.score(asked, support="union", top_k=K), wanted) <= TOLERANCE
+        assert running(before) == []
+
         path = tmp_path / "scratch" / "start" / WEIGHTS_FILE
         save_file({name: value * 1.01 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
-        scorer = scorer_of(served)
         before = scorer.server.processes()
         for process in before:
             process.kill()
@@ -212,6 +225,30 @@ def test_contract_28_lost_weights_are_found_by_the_canary(cell_spec: CellSpec, b
                 served.score([TeacherQuestion(row=rows()[0])], support=None, top_k=0)
             with pytest.raises(CellError, match=message):
                 served.facts()
+
+
+def test_bfloat16_is_served_within_its_own_tolerance(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
+    """The master copy stays float32: after commits too small for bfloat16 it has moved all the same.
+
+    A static teacher whose weights the dtype would round is refused before anything starts.
+    """
+    narrow = {"dtype": "bfloat16"}
+    with pytest.raises(CellError, match="expected weights that this dtype holds"):  # noqa: SIM117
+        with served_teacher(static_spec(cell_spec).model_copy(update=narrow), folder=base.folder, scratch=tmp_path):
+            pass
+    spec = ema_spec(cell_spec)
+    trainer = trainer_teacher(spec, folder=base.folder)
+    asked = questions(trainer)
+    with served_teacher(spec.model_copy(update=narrow), folder=base.folder, scratch=tmp_path / "scratch") as served:
+        student = Student(base)
+        student.step()
+        served.follow(student)
+        trainer.follow(student)
+        wanted = trainer.score(asked, support=None, top_k=0)
+        assert TOLERANCE < largest_gap(served.score(asked, support=None, top_k=0), wanted) < 1.0
+        small = {name: value * (1 + 2**-11) for name, value in scorer_of(served).weights().items()}
+        scorer_of(served).blend(small, rate=1.0)
+        assert all(torch.equal(value, small[name]) for name, value in scorer_of(served).weights().items())
 
 
 def _scheduler(processes: tuple[psutil.Process, ...]) -> psutil.Process:

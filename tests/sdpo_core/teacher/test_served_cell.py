@@ -15,8 +15,15 @@ from sdpo_core.records import Problem, Verdict
 from sdpo_core.specs import CellSpec
 from sdpo_core.workers import StudentWorker, TeacherWorker
 from tests.sdpo_core.micro import Base, grade_first_letter, load_model, make_cell, make_spec
-from tests.sdpo_core.teacher.serving import running, scorer_of, served_spec, served_teacher, trainer_teacher
-from tests.sdpo_core.test_cell import numbers, result
+from tests.sdpo_core.teacher.serving import (
+    largest_change,
+    running,
+    scorer_of,
+    served_spec,
+    served_teacher,
+    trainer_teacher,
+)
+from tests.sdpo_core.test_cell import result
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -51,19 +58,6 @@ def at_grade(number: int, act: Callable[[], None]) -> Callable[[Problem, str, bo
         return grade_first_letter(problem, response, truncated)
 
     return grade
-
-
-def largest_change(one: Journal, other: Journal) -> tuple[float, str]:
-    """Of all that was measured, and where."""
-    changes = [(0.0, "")]
-    for (step, moment, found), (_, _, wanted) in zip(numbers(one), numbers(other), strict=True):
-        assert found.keys() == wanted.keys()
-        for name, value in found.items():
-            expected = wanted[name]
-            assert (value is None) == (expected is None), name
-            if value is not None and expected is not None:
-                changes.append((abs(value - expected) / max(1.0, abs(expected)), f"{name} at {moment} {step}"))
-    return max(changes)
 
 
 @pytest.mark.parametrize("arm", ["opd-union", "sdpo-ema"])
