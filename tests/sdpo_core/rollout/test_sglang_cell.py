@@ -1,26 +1,34 @@
 """Training on what the SGLang engine samples: the same as on the same rollouts from elsewhere, and it learns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from sdpo_core.backends.base import TokenRow
+from sdpo_core.backends.policy import ModelPolicy
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
-from sdpo_core.rollout.sglang import SglangEngine
+from sdpo_core.rollout.sglang import SglangEngine, load_engine
 from sdpo_core.sglang.server import ManagedServer
 from sdpo_core.specs import CellSpec
+from sdpo_core.text import ChatTokenizer
 from sdpo_core.trainer import StepOutcome
 from sdpo_core.workers import StudentWorker
+from tests.sdpo_core.backends.megatron.processes import run_in_processes
 from tests.sdpo_core.micro import Base, make_spec, plain_workers
+from tests.sdpo_core.rollout.test_local import requests
+from tests.sdpo_core.rollout.test_sglang import make_policy, train
 from tests.sdpo_core.test_trainer import make_trainer
 
 pytestmark = pytest.mark.sglang
 
 STEPS = 4
+SAMPLING = Sampling(temperature=1.0, max_response_tokens=12)
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +116,56 @@ def test_student_learns_from_rollouts_of_either_engine(cell_spec: CellSpec, base
     for name, values in rewards.items():
         assert np.mean(values[:2]) < 0.7, name
         assert np.mean(values[-3:]) > 0.85, (name, values)
+
+
+@pytest.mark.parametrize("work", ["sample_in_two_processes", "sample_from_a_model_cut_in_two"])
+def test_every_process_of_a_student_has_the_same_rollouts(
+    cell_spec: CellSpec, base: Base, tmp_path: Path, work: str
+) -> None:
+    """Process 0 alone asks the server; the weights are put together by all."""
+    if work == "sample_from_a_model_cut_in_two":
+        pytest.importorskip("megatron.core", reason="needs the extra 'megatron'")
+    spec = of_sglang(make_spec(cell_spec, training={"temperature": 1.0}))
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    (tmp_path / "base").symlink_to(base.folder)
+    found = run_in_processes(f"{__name__}:{work}", size=2, folder=tmp_path)
+    alone = load_engine(spec, policy=make_policy(base), folder=base.folder, device="cpu")
+    expected = alone.generate(requests(), sampling=SAMPLING)
+    alone.close()
+    assert found["same"]
+    assert found["versions"] == [0, 1]
+    assert found["ids"] == [list(rollout.response_ids) for rollout in expected]
+
+
+def sample_in_two_processes(folder: Path) -> dict[str, Any]:
+    return _sample(folder, make=lambda base: make_policy(Base(folder=base, text=ChatTokenizer.load(base))))
+
+
+def sample_from_a_model_cut_in_two(folder: Path) -> dict[str, Any]:
+    from sdpo_core.layout import LayoutSpec
+    from tests.sdpo_core.backends.megatron.test_training import make_policy as make_megatron_policy
+
+    def make(base: Path) -> ModelPolicy:
+        policy = make_megatron_policy(base, LayoutSpec(tensor=2))
+        policy._temperature = 1.0
+        return policy
+
+    return _sample(folder, make=make)
+
+
+def _sample(folder: Path, *, make: Callable[[Path], ModelPolicy]) -> dict[str, Any]:
+    """Before and after an update."""
+    base = folder.parent / "base"
+    spec = CellSpec.model_validate_json((folder.parent / "spec.json").read_text())
+    policy = make(base)
+    engine = load_engine(spec, policy=policy, folder=base, device="cpu")
+    first = engine.generate(requests(), sampling=SAMPLING)
+    train(policy)
+    second = engine.generate(requests(), sampling=SAMPLING)
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, (first, second))
+    return {
+        "same": parts[0] == parts[1],
+        "versions": [rollouts[0].weights_version for rollouts in (first, second)],
+        "ids": [rollout.response_ids for rollout in first],
+    }
