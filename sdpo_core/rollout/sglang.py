@@ -80,10 +80,14 @@ class SglangEngine:
         if not external:
             self.servers = self._managed(folder, device=device)
         self.close = weakref.finalize(self, _close, self.servers, self._scratch)
-        with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
-            list(pool.map(ManagedServer.start, self.servers))
-        self._client = SglangClient(external or self._endpoints(), limits=self._limits, seed=self._spec.seed)
-        self._check_servers()
+        try:
+            with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
+                list(pool.map(ManagedServer.start, self.servers))
+            self._client = SglangClient(external or self._endpoints(), limits=self._limits, seed=self._spec.seed)
+            self._check_servers()
+        except BaseException:
+            self.close()
+            raise
 
     def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
         """One rollout a request, in order; all processes of the student call it and have all of them.

@@ -1,6 +1,8 @@
 """The SGLang engine over a real server: what it samples, with whose weights, and that nothing goes on with others."""
 
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -319,3 +321,13 @@ def test_server_that_is_not_what_the_cell_asks_for_is_refused(
 
     with Proxy(answer) as proxy, pytest.raises(SpecError, match=r"got a server of .* with deterministic"):
         over(proxy.url)
+
+
+def test_server_that_does_not_start_leaves_nothing(
+    policy: ModelPolicy, base: Base, cell_spec: CellSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SDPO_SGLANG_PYTHON", sys.executable)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(CellError, match="ManagedServer: got an end before it was ready"):
+        load_engine(make_spec(cell_spec), policy=policy, folder=base.folder, device="cpu")
+    assert list(tmp_path.glob("sdpo-sglang-*")) == []
