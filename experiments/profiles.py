@@ -211,6 +211,7 @@ PROFILES: dict[str, ProfileSpec] = {
         _on_sglang(_TINY, "tiny-sglang"),
         _on_sglang(_SMOKE, "smoke-sglang"),
         _with_served_teacher(_TINY, "tiny-sglang-teacher"),
+        _with_served_teacher(_SMOKE, "smoke-sglang-teacher"),
         # As Qwen3-4B below, but for float32, in which the kernels of packed rows do not exist.
         _on_megatron(
             _SMOKE,

@@ -23,7 +23,7 @@ def server_of(teacher: RemoteTeacher) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids]
 
 
-def test_cell_on_actors_has_one_server_and_leaves_none(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
+def test_cell_on_actors_has_a_server_that_ends_with_its_actor(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
     plain = make_spec(cell_spec, arm="sdpo-ema", training={"steps": 2})
     spec = served_spec(plain)
     scratch = tmp_path / "scratch"
@@ -35,7 +35,11 @@ def test_cell_on_actors_has_one_server_and_leaves_none(cell_spec: CellSpec, base
         journal = Journal(tmp_path / "ray")
         make_cell(spec, journal=journal, workers=workers, text=base.text).run()
         assert server_of(teacher) == processes
-    assert running(processes) == []
+        # As Ray ends an actor, too.
+        os.kill(teacher.facts().pid, signal.SIGKILL)
+        with pytest.raises(CellError, match="expected a living worker"):
+            teacher.facts()
+        assert running(processes) == []
     # The weights of the last commit are gone, the log is not.
     assert [path.name for path in scratch.iterdir()] == ["server.log"]
     alone = Journal(tmp_path / "plain")
@@ -44,15 +48,3 @@ def test_cell_on_actors_has_one_server_and_leaves_none(cell_spec: CellSpec, base
     assert change <= TOLERANCE, where
     pids = {facts["pid"] for facts in result(journal)["workers"].values()}
     assert len({*pids, os.getpid()}) == 3
-
-
-def test_killed_actor_takes_its_server_along(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
-    spec = served_spec(make_spec(cell_spec, arm="sdpo-static"))
-    with ray_workers(spec, folder=base.folder, gpus=0, scratch=tmp_path / "scratch") as workers:
-        teacher = workers.teacher
-        assert isinstance(teacher, RemoteTeacher)
-        processes = server_of(teacher)
-        os.kill(teacher.facts().pid, signal.SIGKILL)
-        with pytest.raises(CellError, match="expected a living worker"):
-            teacher.facts()
-        assert running(processes) == []

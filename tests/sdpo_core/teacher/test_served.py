@@ -206,25 +206,26 @@ def test_server_comes_back_with_the_weights_it_had_or_not_at_all(
         assert running(before) == []
 
 
-def test_contract_28_lost_weights_are_found_by_the_canary(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
+def test_contract_28_lost_weights_are_found_by_the_canary(static: TeacherWorker, base: Base, tmp_path: Path) -> None:
     """A server whose weights have become uniform, or a little other ones, behind the teacher's back."""
-    spec = static_spec(cell_spec)
-    with served_teacher(spec, folder=base.folder, scratch=tmp_path / "scratch") as served:
-        scorer = scorer_of(served)
-        weights = load_model(base.folder).weights()
-        changes: dict[str, Any] = {
-            "nats from those of version 0": {name: value * 1.01 for name, value in weights.items()},
-            "the same log-probability": {name: torch.zeros_like(value) for name, value in weights.items()},
-        }
+    scorer, weights = scorer_of(static), load_model(base.folder).weights()
+    changes: dict[str, Any] = {
+        "nats from those of version 0": {name: value * 1.01 for name, value in weights.items()},
+        "the same log-probability": {name: torch.zeros_like(value) for name, value in weights.items()},
+    }
+    try:
         for place, (message, changed) in enumerate(changes.items()):
             folder = tmp_path / str(place)
             folder.mkdir()
             save_file(changed, folder / WEIGHTS_FILE)
             scorer._client.update_from_folder(folder, version=place)
-            with pytest.raises(DataError, match=r"scores of weights '.*', expected 'default'"):
-                served.score([TeacherQuestion(row=rows()[0])], support=None, top_k=0)
+            with pytest.raises(DataError, match=r"scores of weights '.*', expected '.*', which the canary"):
+                static.score([TeacherQuestion(row=rows()[0])], support=None, top_k=0)
             with pytest.raises(CellError, match=message):
-                served.facts()
+                static.facts()
+    finally:
+        scorer._client.update_from_folder(base.folder, version=len(changes))
+        assert static.facts().weights_sha256 == weights_digest(base.folder)
 
 
 def test_bfloat16_is_served_within_its_own_tolerance(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
