@@ -15,6 +15,7 @@ CONTEXT_PARALLEL = (f"{TESTS}/objectives/test_context_parallel.py",)
 DIVERGENCES = (f"{TESTS}/objectives/test_divergence.py", f"{TESTS}/objectives/test_support_divergence.py")
 SPECS = (f"{TESTS}/test_specs.py",)
 ARMS = (f"{TESTS}/algorithms",)
+MODELS = tuple(f"{TESTS}/backends/test_{name}.py" for name in ("hf_model", "hf", "scorer"))
 MEGATRON = f"{CORE}/backends/megatron"
 STEPS = f"{TESTS}/backends/megatron/test_training.py::test_steps_and_checkpoints"
 LAYOUTS = f"{TESTS}/backends/megatron/test_objectives.py::test_every_objective_finds_the_numbers_of_one_process"
@@ -236,7 +237,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file=f"{CORE}/backends/scorer.py",
         find="heads = [part.model.projection_head(temperature=self._temperature) for part in self._parts]",
         replace="heads = [part.model.projection_head(temperature=1.0) for part in self._parts]",
-        tests=(f"{TESTS}/backends", f"{TESTS}/teacher/test_schedule.py", *ARMS),
+        tests=(*MODELS, f"{TESTS}/teacher/test_schedule.py", *ARMS),
     ),
     Mutant(
         name="scores one position late",
@@ -244,7 +245,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file=f"{CORE}/backends/hf_model.py",
         find="inputs[index, 1 : lengths[index]] = torch.tensor(row.response_ids[:-1], dtype=torch.long)",
         replace="inputs[index, : lengths[index]] = torch.tensor(row.response_ids, dtype=torch.long)",
-        tests=(f"{TESTS}/backends",),
+        tests=MODELS,
     ),
     Mutant(
         name="importance weight left out of the divergence",
