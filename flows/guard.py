@@ -7,20 +7,23 @@ SIGKILL cannot clean up itself. Owner 0 means a daemon that outlives whoever sta
 """
 
 import argparse
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-import psutil
+from sdpo_core.process_tree import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    end,
+    kill_descendants,
+    reap,
+    set_process_option,
+)
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.25
 # Ray's gcs_server outlives SIGTERM by more than 3 s. Killing is safe: what matters is on disk, atomically.
 GRACE_SECONDS = 5.0
@@ -41,59 +44,16 @@ def main(arguments: list[str]) -> int:
     status = None
     while status is None and not stop.is_set() and options.owner in (0, os.getppid()):
         stop.wait(POLL_SECONDS)
-        status = _reap(service.pid)
-    status = _end_tree(service.pid) if status is None else status
-    _kill_descendants()
+        status = reap(service.pid)
+    status = end(service.pid, grace_seconds=GRACE_SECONDS) if status is None else status
+    kill_descendants()
     if options.remove is not None:
         shutil.rmtree(options.remove, ignore_errors=True)
     return status
 
 
-def set_process_option(option: int, value: int) -> None:
-    """prctl(2) of Linux; elsewhere nothing, and an owner killed with SIGKILL may leave grandchildren behind."""
-    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl option {option}")
-
-
 def _die_with_the_guard() -> None:
     set_process_option(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _reap(service_pid: int) -> int | None:
-    """Collect ended children, adopted ones included; the service's exit status once it has ended."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return 1
-        if pid == 0:
-            return None
-        if pid == service_pid:
-            return os.waitstatus_to_exitcode(status)
-
-
-def _end_tree(service_pid: int) -> int:
-    """Ask the service to end, for a while."""
-    os.kill(service_pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline:
-        status = _reap(service_pid)
-        if status is not None:
-            return status
-        time.sleep(0.05)
-    return -signal.SIGKILL
-
-
-def _kill_descendants() -> None:
-    """Kill what is left until nothing is: a process may have been started while the others were being killed."""
-    while descendants := psutil.Process().children(recursive=True):
-        for process in descendants:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        while _reap(0) is None and any(process.is_running() for process in descendants):
-            time.sleep(0.02)
 
 
 if __name__ == "__main__":

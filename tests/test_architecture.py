@@ -30,6 +30,7 @@ TORCH_FREE = (
     "journal",
     "layout",
     "metrics",
+    "process_tree",
     "random_streams",
     "records",
     "rollout/table",
