@@ -22,6 +22,8 @@ LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 # Longest that a process waits for another one. They part when one alone writes a checkpoint, reads from a slow disk or
 # compiles a kernel: minutes at most. A process that hangs costs its cell this long (gloo's own limit is half an hour).
 TIMEOUT = timedelta(minutes=10)
+# Where processes wait for one that has long work of its own, and notices by itself when that hangs.
+_PATIENCE = timedelta(days=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,3 +68,11 @@ def join(meeting: Meeting, *, rank: int, device: str) -> None:
         world_size=meeting.size,
         timeout=meeting.timeout,
     )
+
+
+def patient_group() -> dist.ProcessGroup | None:
+    """A gloo group of all processes, to wait in for what one of them does alone; None where there is one process.
+
+    Every process makes it. One that dies ends the waiting at once, for its connections close.
+    """
+    return dist.new_group(backend="gloo", timeout=_PATIENCE) if dist.is_initialized() else None

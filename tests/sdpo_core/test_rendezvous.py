@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from datetime import timedelta
 
 import psutil
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from sdpo_core.rendezvous import LOOPBACK_ENVIRONMENT, Meeting, hosted_meeting, join
+from sdpo_core.rendezvous import LOOPBACK_ENVIRONMENT, Meeting, hosted_meeting, join, patient_group
 
 LIMIT = timedelta(seconds=120)
 
@@ -68,3 +69,26 @@ def meet_nobody(rank: int, meeting: Meeting) -> None:
     with pytest.raises(RuntimeError, match=r"1000ms|timed? ?out"):
         join(meeting, rank=rank, device="cpu")
     assert not dist.is_initialized(), os.getpid()
+
+
+def test_patient_group_waits_beyond_the_limit_of_the_others() -> None:
+    assert patient_group() is None
+    with hosted_meeting("student", size=2, timeout=timedelta(seconds=4)) as meeting:
+        spawn(wait_for_the_first, args=(meeting,), nprocs=2)
+
+
+def wait_for_the_first(rank: int, meeting: Meeting) -> None:
+    """The first comes late twice: all wait for it in one group, and give up in the other."""
+    join(meeting, rank=rank, device="cpu")
+    group = patient_group()
+    found = ["late" if rank == 0 else ""]
+    if rank == 0:
+        time.sleep(6.0)
+    dist.broadcast_object_list(found, src=0, group=group)
+    assert found == ["late"]
+    assert set(listeners()) == {"127.0.0.1"}
+    if rank == 0:
+        time.sleep(6.0)
+    else:
+        with pytest.raises(RuntimeError, match=r"4000ms|timed? ?out"):
+            dist.broadcast_object_list(found, src=0)

@@ -20,9 +20,10 @@ from sdpo_core.backends.base import TokenRow
 from sdpo_core.backends.hf import hf_policy
 from sdpo_core.backends.policy import ModelPolicy
 from sdpo_core.errors import CellError, DataError, SpecError
-from sdpo_core.rollout import sglang as module
+from sdpo_core.rollout import sglang_weights as module
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.sglang import SglangEngine, load_engine
+from sdpo_core.rollout.sglang_servers import Servers, _served_folder
 from sdpo_core.sglang.client import SglangClient
 from sdpo_core.sglang.server import ManagedServer
 from sdpo_core.sglang.transport import Endpoint
@@ -54,6 +55,12 @@ def policy(base: Base) -> ModelPolicy:
     return make_policy(base)
 
 
+def servers(engine: SglangEngine) -> Servers:
+    """Those of an engine that is alone, or process 0 of several."""
+    assert engine.servers is not None
+    return engine.servers
+
+
 @pytest.fixture
 def over(
     shared_server: ManagedServer,
@@ -69,12 +76,12 @@ def over(
         monkeypatch.setenv("SDPO_SGLANG_URL", ",".join(urls or (shared_server.url,)))
         monkeypatch.setenv("SDPO_SGLANG_TOKEN", shared_server.token)
         made.append(load_engine(make_spec(cell_spec), policy=policy, folder=base.folder, device="cpu"))
-        assert made[-1].servers == ()
+        assert servers(made[-1]).managed == ()
         return made[-1]
 
     yield make
     for engine in made:
-        engine.close()
+        servers(engine).close()
 
 
 @pytest.fixture
@@ -172,7 +179,7 @@ def test_model_with_more_end_tokens_stops_at_the_tokenizers_alone(base: Base, tm
         text = (folder / name).read_text()
         assert f'"eos_token_id": {END}' in text
         (folder / name).write_text(text.replace(f'"eos_token_id": {END}', f'"eos_token_id": [{END}, 7]'))
-    served = module._served_folder(folder, tmp_path / "served", end_id=END)
+    served = _served_folder(folder, tmp_path / "served", end_id=END)
     assert f'"eos_token_id": {END}' in (served / "config.json").read_text()
     assert not (served / "generation_config.json").exists()
     assert (served / "model.safetensors").read_bytes() == (base.folder / "model.safetensors").read_bytes()
@@ -214,12 +221,12 @@ def test_published_weights_have_no_name_on_the_disk(engine: SglangEngine, policy
     for _ in range(2):
         engine.generate(requests(2), sampling=SAMPLING)
         train(policy)
-    (link,) = (engine._scratch / "weights").iterdir()
+    (link,) = (servers(engine).scratch / "weights").iterdir()
     assert str(link.readlink()).startswith("/proc/")
-    held = [file for file in psutil.Process().open_files() if str(engine._scratch) in file.path]
+    held = [file for file in psutil.Process().open_files() if str(servers(engine).scratch) in file.path]
     assert len(held) <= 1
-    engine.close()
-    assert not engine._scratch.exists()
+    servers(engine).close()
+    assert not servers(engine).scratch.exists()
 
 
 @pytest.mark.parametrize("damage", ["stale", "uniform", "other layer", "nan"])

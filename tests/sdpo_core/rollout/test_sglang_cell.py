@@ -22,7 +22,7 @@ from sdpo_core.workers import StudentWorker
 from tests.sdpo_core.backends.megatron.processes import run_in_processes
 from tests.sdpo_core.micro import Base, make_spec, plain_workers
 from tests.sdpo_core.rollout.test_local import requests
-from tests.sdpo_core.rollout.test_sglang import make_policy, train
+from tests.sdpo_core.rollout.test_sglang import make_policy, servers, train
 from tests.sdpo_core.test_trainer import make_trainer
 
 pytestmark = pytest.mark.sglang
@@ -131,7 +131,7 @@ def test_every_process_of_a_student_has_the_same_rollouts(
     found = run_in_processes(f"{__name__}:{work}", size=2, folder=tmp_path)
     alone = load_engine(spec, policy=make_policy(base), folder=base.folder, device="cpu")
     expected = alone.generate(requests(), sampling=SAMPLING)
-    alone.close()
+    servers(alone).close()
     assert found["same"]
     assert found["versions"] == [0, 1]
     assert found["ids"] == [list(rollout.response_ids) for rollout in expected]

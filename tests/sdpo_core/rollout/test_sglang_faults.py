@@ -16,14 +16,14 @@ import pytest
 from sdpo_core.backends.policy import ModelPolicy
 from sdpo_core.errors import CellError
 from sdpo_core.records import Rollout
-from sdpo_core.rollout import sglang as module
+from sdpo_core.rollout import sglang_servers as module
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.sglang import SglangEngine, load_engine
 from sdpo_core.sglang.transport import Limits
 from sdpo_core.specs import CellSpec
 from tests.sdpo_core.micro import Base, make_spec
 from tests.sdpo_core.rollout.test_local import requests
-from tests.sdpo_core.rollout.test_sglang import make_policy, train
+from tests.sdpo_core.rollout.test_sglang import make_policy, servers, train
 
 pytestmark = pytest.mark.sglang
 
@@ -40,11 +40,10 @@ def policy(base: Base) -> ModelPolicy:
 @pytest.fixture(scope="module")
 def engine(base: Base, policy: ModelPolicy, cell_spec: CellSpec) -> Iterator[SglangEngine]:
     """Its weights are not those that its server starts with."""
-    engine = SglangEngine(policy, spec=make_spec(cell_spec), text=base.text, limits=LIMITS)
-    engine.start(base.folder, device="cpu")
+    engine = load_engine(make_spec(cell_spec), policy=policy, folder=base.folder, device="cpu", limits=LIMITS)
     train(policy)
     yield engine
-    engine.close()
+    servers(engine).close()
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def asked() -> list[RolloutRequest]:
 
 def process(engine: SglangEngine, name: str) -> psutil.Process:
     """The guard's child serves HTTP; the scheduler names itself."""
-    _, http, *others = engine.servers[0].processes()
+    _, http, *others = servers(engine).managed[0].processes()
     if name == "http":
         return http
     (found,) = [one for one in others if name in " ".join(one.cmdline())]
@@ -91,10 +90,10 @@ def test_rollouts_go_on_after_a_server_has_died_or_hung(
 ) -> None:
     """With the weights of the moment, and no process of the old server left."""
     expected = engine.generate(asked, sampling=SAMPLING)
-    pids = [one.pid for one in engine.servers[0].processes()]
-    victim, url = process(engine, name), engine.servers[0].url
+    pids = [one.pid for one in servers(engine).managed[0].processes()]
+    victim, url = process(engine, name), servers(engine).managed[0].url
     found, seconds = sample_under(engine, asked, lambda: victim.send_signal(number))
-    assert engine.servers[0].url != url
+    assert servers(engine).managed[0].url != url
     assert [rollout.response_ids for rollout in found] == [rollout.response_ids for rollout in expected]
     assert {rollout.weights_version for rollout in found} == {1}
     assert gone(pids)
@@ -119,7 +118,7 @@ def test_restart_holds_the_base_until_the_canary_has_agreed(
     """Were the weights not sent again, the cell would stop."""
     engine.generate(asked[:2], sampling=SAMPLING)
     process(engine, "http").kill()
-    client = engine._client
+    client = servers(engine).client
     monkeypatch.setattr(client, "update_from_folder", lambda *_, **__: setattr(client, "_weights", None))
     with pytest.raises(CellError, match="differ from the trainer's by"):
         engine.generate(asked[:2], sampling=SAMPLING)
@@ -127,8 +126,8 @@ def test_restart_holds_the_base_until_the_canary_has_agreed(
 
 def test_end_of_the_engine_leaves_nothing(base: Base, policy: ModelPolicy, cell_spec: CellSpec) -> None:
     engine = load_engine(make_spec(cell_spec), policy=policy, folder=base.folder, device="cpu")
-    pids = [one.pid for one in engine.servers[0].processes()]
-    scratch: Path = engine._scratch
+    pids = [one.pid for one in servers(engine).managed[0].processes()]
+    scratch: Path = servers(engine).scratch
     assert len(pids) >= 4
     assert scratch.exists()
     del engine
@@ -140,7 +139,7 @@ def test_end_of_the_engine_leaves_nothing(base: Base, policy: ModelPolicy, cell_
 def test_server_that_keeps_dying_stops_the_cell(
     engine: SglangEngine, asked: list[RolloutRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_RESTARTS", engine._restarts)
+    monkeypatch.setattr(module, "_MAX_RESTARTS", servers(engine)._restarts)
     process(engine, "http").kill()
     with pytest.raises(CellError, match=r"servers that had died or hung, the last with: .* Read .*server\.log"):
         engine.generate(asked[:2], sampling=SAMPLING)

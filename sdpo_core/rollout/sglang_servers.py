@@ -1,0 +1,178 @@
+"""The servers of the SGLang engine: started, given weights that a canary must show, and brought back when they fail."""
+
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from sdpo_core.errors import CellError, SpecError
+from sdpo_core.rollout.publish import Publication, check_canary
+from sdpo_core.rollout.sglang_weights import FolderPath, WeightPath
+from sdpo_core.sglang.address import external_servers
+from sdpo_core.sglang.client import Failure, SglangClient
+from sdpo_core.sglang.server import ManagedServer, ServerSpec
+from sdpo_core.sglang.transport import Endpoint, Limits
+from sdpo_core.sglang.wire import ScoreAnswer, ScoreRequest
+from sdpo_core.specs import CellSpec, Dtype
+from sdpo_core.text import ChatTokenizer
+
+# Nats. In float32 the gap is that of sums in another order; bfloat16 keeps 8 bits of logits of about 10.
+_TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.25}
+_MAX_RESTARTS = 5
+
+
+class Servers:
+    """Several with the same weights, started here unless SDPO_SGLANG_URL names others.
+
+    `close` ends those that were started here, as the process's end does. `limits`: of the client's patience.
+    """
+
+    def __init__(
+        self, spec: CellSpec, *, text: ChatTokenizer, folder: Path, device: str, limits: Limits | None = None
+    ) -> None:
+        self._spec = spec
+        self._text = text
+        self._published: Publication | None = None
+        self._restarts = 0
+        self.scratch = Path(tempfile.mkdtemp(prefix="sdpo-sglang-"))
+        self._path: WeightPath = FolderPath(self.scratch / "weights")
+        external = external_servers()
+        self.managed = () if external else self._make(folder, device=device)
+        self.close = weakref.finalize(self, _close, self.managed, self.scratch)
+        try:
+            with ThreadPoolExecutor(max(1, len(self.managed))) as pool:
+                list(pool.map(ManagedServer.start, self.managed))
+            self.client = SglangClient(external or self._endpoints(), limits=limits, seed=spec.seed)
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """Of the weights that all of them hold."""
+        if self._published is None:
+            raise CellError("sglang engine: got no weights yet, expected some. Publish them first.")
+        return self._published.version
+
+    def publish(self, publication: Publication) -> None:
+        """Give every server these weights, from now on.
+
+        Raises:
+            CellError: the canary shows that one has not taken them, or cannot be brought back.
+        """
+        self._path.hold(publication.weights)
+        # What is sent again is the path's; the weights need no second place in memory.
+        self._published = replace(publication, weights={})
+        self._send()
+
+    def bring_back(self, reason: str) -> bool:
+        """Start those of ours again that do not generate, with the weights published last; whether there was one.
+
+        Raises:
+            CellError: too often, or one does not come back.
+        """
+        is_back = self._restart_dead(reason)
+        if is_back:
+            self._send()
+        return is_back
+
+    def _make(self, folder: Path, *, device: str) -> tuple[ManagedServer, ...]:
+        kind: Literal["cpu", "cuda"] = "cuda" if device.startswith("cuda") else "cpu"
+        server = ServerSpec(
+            model=_served_folder(folder, self.scratch / "base", end_id=self._text.end_id),
+            dtype=self._spec.dtype,
+            valid_vocab=self._text.vocab_size,
+            max_total_tokens=self._spec.sglang.max_total_tokens,
+            threads=self._spec.threads_per_worker,
+            deterministic=self._spec.sglang.deterministic,
+            device=kind,
+        )
+        names = [f"server-{index}" for index in range(self._spec.sglang.replicas)]
+        return tuple(ManagedServer(server, folder=self.scratch / name) for name in names)
+
+    def _endpoints(self) -> tuple[Endpoint, ...]:
+        return tuple(Endpoint(url=server.url, token=server.token) for server in self.managed)
+
+    def _check(self) -> None:
+        training, wanted = self._spec.training, self._spec.sglang.deterministic
+        longest = training.max_prompt_tokens + training.max_response_tokens
+        for info in self.client.info():
+            if info.is_deterministic != wanted or info.max_tokens < longest:
+                raise SpecError(
+                    f"sglang engine: got a server of {info.model} with deterministic {info.is_deterministic} and room "
+                    f"for {info.max_tokens} tokens, expected {wanted} and at least {longest}. Start it with other "
+                    "flags, or change `sglang` in the profile."
+                )
+
+    def _send(self) -> None:
+        """Give every server the published weights, until the canary shows that each has them."""
+        published = self._published
+        if published is None:
+            return
+        while True:
+            try:
+                self._path.send(self.client, version=published.version)
+                scores = self._canary_scores(published)
+                break
+            except CellError as error:
+                if not self._restart_dead(str(error)):
+                    raise
+        for index, found in enumerate(scores):
+            where = f"sglang engine, server {index}"
+            gaps = [score.logps for score in found]
+            check_canary(published, gaps, tolerance=_TOLERANCES[self._spec.dtype], where=where)
+
+    def _canary_scores(self, published: Publication) -> list[list[ScoreAnswer]]:
+        """Of each server, each of which must hold the weights."""
+        temperature = self._spec.training.temperature
+        requests = [
+            ScoreRequest(prompt_ids=row.prompt_ids, response_ids=row.response_ids, temperature=temperature)
+            for row in published.canary
+        ]
+        scores = []
+        for index in range(self.client.num_servers):
+            answers = self.client.score(requests, server=index)
+            failed = [answer.reason for answer in answers if isinstance(answer, Failure)]
+            if failed:
+                raise CellError(f"sglang engine: got no canary from server {index} ({failed[0]}), expected its scores.")
+            scores.append([answer for answer in answers if isinstance(answer, ScoreAnswer)])
+        return scores
+
+    def _restart_dead(self, reason: str) -> bool:
+        """They hold the base then."""
+        health = self.client.health() if self.managed else ()
+        dead = [server for server, is_well in zip(self.managed, health, strict=True) if not is_well]
+        self._restarts += len(dead)
+        if self._restarts > _MAX_RESTARTS:
+            raise CellError(
+                f"sglang engine: got {self._restarts} servers that had died or hung, the last with: {reason} "
+                f"({dead[0].last_words()}), expected at most {_MAX_RESTARTS} in a cell. Read {dead[0].log_path}."
+            )
+        with ThreadPoolExecutor(max(1, len(dead))) as pool:
+            list(pool.map(ManagedServer.restart, dead))
+        if dead:
+            self.client.use(self._endpoints())
+        return bool(dead)
+
+
+def _served_folder(base: Path, place: Path, *, end_id: int) -> Path:
+    """`base` for a server that stops at `end_id` alone: models' own settings name further ids to stop at."""
+    place.mkdir()
+    for file in base.iterdir():
+        if file.name not in ("config.json", "generation_config.json"):
+            (place / file.name).symlink_to(file.resolve())
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    (place / "config.json").write_text(json.dumps({**config, "eos_token_id": end_id}), encoding="utf-8")
+    return place
+
+
+def _close(servers: Sequence[ManagedServer], scratch: Path) -> None:
+    for server in servers:
+        server.stop()
+    shutil.rmtree(scratch, ignore_errors=True)
