@@ -84,7 +84,7 @@ def test_first_steps_are_those_of_one_process(stores: dict[str, Path], label: st
 def test_cell_that_loses_a_rank_ends_and_resumes_to_the_same_numbers(
     stores: dict[str, Path], tmp_path: Path, temporary: Path
 ) -> None:
-    """SIGKILL of one of the cell's processes between two steps; tests of the actors hold that the right one is named."""
+    """SIGKILL of one of its processes between two steps; tests of the actors hold that the right one is named."""
     copy_inputs(stores["hf"], to=tmp_path)
     there = environment(tmp_path, temporary=temporary)
     process = start(*ON_MEGATRON, folder=tmp_path, environment=there)
