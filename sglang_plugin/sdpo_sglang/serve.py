@@ -3,6 +3,7 @@
 SGLang takes the key as a flag, which every user of the machine can read, and writes all flags to its log.
 """
 
+import gc
 import importlib.util
 import os
 import socket
@@ -40,6 +41,8 @@ def main(flags: list[str]) -> None:
     """Serve until ended; `flags` hold --host and --port."""
     require_free_port(flags)
     key = Key(os.environ.pop(KEY_VARIABLE, ""))
+    # What modules allocate stays: to look for garbage in it takes 30 % of the time that importing does.
+    gc.disable()
     prepare()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -47,6 +50,10 @@ def main(flags: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    import sglang.srt.entrypoints.http_server  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
     settings: Any = prepare_server_args(flags)
     settings.api_key = key or None
     try:

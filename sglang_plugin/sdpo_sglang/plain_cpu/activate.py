@@ -1,5 +1,6 @@
 """Entry points of the plain-CPU platform: what SGLang calls to learn of it, and its hooks."""
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Hooks for --enable-deterministic-inference without Triton, sgl_kernel or a compiler.
+    """Hooks for --enable-deterministic-inference without Triton, sgl_kernel or a compiler, and for a quick start.
 
     Matrix products stay torch's own: equal up to rounding for another composition of the batch, not bit by bit.
     """
@@ -28,7 +29,16 @@ def register() -> None:
         HookType.REPLACE,
     )
     HookRegistry.register("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _start_by_forking, HookType.AFTER)
     HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", _run_uncompiled, HookType.AROUND)
+
+
+def _start_by_forking(_nothing: None, *_arguments: Any) -> None:
+    """Scheduler and detokenizer become copies of this process: to import SGLang takes each 6 s of a core.
+
+    They are started before this process has a second thread. SGLang starts them anew, which only CUDA needs.
+    """
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def _do_nothing(_runner: Any) -> None:
