@@ -72,6 +72,7 @@ class Trainer:
             phases=phases,
         )
         polled, accepted = self._collect(tools, cursor=cursor)
+        self._check_age(polled, step=number)
         batch = self._algorithm.build(accepted, num_rejected=len(polled) - len(accepted), tools=tools)
         rate = self._learning_rate(number)
         with phases.phase("update"):
@@ -138,6 +139,16 @@ class Trainer:
             Group(problem=problem, position=position, members=tuple(graded[index * size : (index + 1) * size]))
             for index, (position, problem) in enumerate(zip(positions, problems, strict=True))
         ]
+
+    def _check_age(self, groups: Sequence[Group], *, step: int) -> None:
+        """Rollouts of older weights than the student's are off-policy: `rollout_cap` is what corrects for that."""
+        held = self._student.weights_version()
+        found = {member.rollout.weights_version for group in groups for member in group.members}
+        if max(found, default=held) > held or (found != {held} and self._spec.algorithm.rollout_cap is None):
+            raise CellError(
+                f"step {step}: got rollouts of weights version {', '.join(map(str, sorted(found)))}, expected "
+                f"{held}, the student's. Sample with its weights of the moment; older ones need a rollout_cap."
+            )
 
     def _problem_at(self, position: int) -> Problem:
         """The data order: a fresh permutation every epoch, the same for every arm of a seed."""

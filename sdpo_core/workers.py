@@ -62,6 +62,9 @@ class StudentWorker:
         self._policy.hold_projection(projection)
         self._held_version = projection.version
 
+    def weights_version(self) -> int:
+        return self._policy.weights_version()
+
     def weights(self) -> dict[str, Tensor]:
         return self._policy.weights()
 

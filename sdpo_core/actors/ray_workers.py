@@ -75,6 +75,9 @@ class RemoteStudent:
                 self.processes.call(lambda worker: worker.hold_projection(projection))
             self._held_version = version
 
+    def weights_version(self) -> int:
+        return self.processes.call(lambda worker: worker.weights_version())
+
     def weights(self) -> dict[str, Tensor]:
         return self.processes.call(lambda worker: worker.weights())
 

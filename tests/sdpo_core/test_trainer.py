@@ -177,6 +177,55 @@ def test_gap_to_the_engine_is_measured_before_any_update(cell_spec: CellSpec, ba
     assert metrics["train/engine_gap_max"] == pytest.approx(0.5, abs=1e-5)
 
 
+class Late(StudentWorker):
+    """Hands out what it has sampled in the step before."""
+
+    def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
+        kept, self.kept = getattr(self, "kept", None), super().generate(requests, sampling=sampling)
+        return kept or self.kept
+
+
+def late_trainer(spec: CellSpec, *, base: Base) -> Trainer:
+    student = Late(spec, folder=base.folder, device="cpu")
+    return make_trainer(spec, base=base, workers=replace(plain_workers(spec, folder=base.folder), student=student))
+
+
+def test_rollouts_of_older_weights_need_a_correction(cell_spec: CellSpec, base: Base) -> None:
+    trainer = late_trainer(make_spec(cell_spec, optimizer={"learning_rate": 0.1}), base=base)
+    assert trainer.step(1, cursor=0).metrics["train/optimizer_steps"] == 1
+    with pytest.raises(
+        CellError, match=r"step 2: got rollouts of weights version 0, expected 1, .* need a rollout_cap"
+    ):
+        trainer.step(2, cursor=0)
+
+
+def test_rollouts_of_older_weights_count_by_their_truncated_ratio(cell_spec: CellSpec, base: Base) -> None:
+    """Weights that have hardly moved give ratios of about 1; a cap far below leaves as much of the gradient."""
+    norms = {}
+    for cap in (1e-9, 2.0):
+        spec = make_spec(cell_spec, algorithm={"rollout_cap": cap}, optimizer={"learning_rate": 1e-7})
+        trainer = late_trainer(spec, base=base)
+        trainer.step(1, cursor=0)
+        norms[cap] = trainer.step(2, cursor=0).metrics["train/grad_norm"]
+    assert norms[2.0] is not None
+    assert norms[2.0] > 1e-3
+    assert norms[1e-9] == pytest.approx(norms[2.0] * 1e-9, rel=1e-2)
+
+
+def test_rollouts_of_newer_weights_are_refused(cell_spec: CellSpec, base: Base) -> None:
+    """Whoever sampled them counts otherwise than the student does."""
+    spec = make_spec(cell_spec, algorithm={"rollout_cap": 2.0})
+
+    class Ahead(StudentWorker):
+        def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
+            return tuple(replace(one, weights_version=1) for one in super().generate(requests, sampling=sampling))
+
+    student = Ahead(spec, folder=base.folder, device="cpu")
+    workers = replace(plain_workers(spec, folder=base.folder), student=student)
+    with pytest.raises(CellError, match="got rollouts of weights version 1, expected 0"):
+        make_trainer(spec, base=base, workers=workers).step(1, cursor=0)
+
+
 def test_learning_rate_rises_linearly_to_its_constant(cell_spec: CellSpec, base: Base) -> None:
     """w = 3: a quarter of the rate at step 1, all of it from step 4 on."""
     spec = make_spec(cell_spec, arm="grpo", optimizer={"lr_warmup_steps": 3, "learning_rate": 0.4})
