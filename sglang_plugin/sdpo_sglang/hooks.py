@@ -5,6 +5,7 @@
   the number does.
 - Ids that the tokenizer does not have (padding of the vocabulary, from SDPO_SGLANG_VALID_VOCAB on) get no probability:
   logits -inf, in sampling and in every log-probability.
+- A server whose memory is released takes no request (see `asleep`).
 - The store through which the scheduler's processes find each other listens on the loopback interface alone. It does not
   ask who connects, and torch lets it listen on all.
 
@@ -22,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from sdpo_sglang.answer import score_rows
+from sdpo_sglang.asleep import fall_asleep, is_asleep, wake_up
 from sdpo_sglang.question import Question, parse
 
 VOCAB_VARIABLE = "SDPO_SGLANG_VALID_VOCAB"
@@ -48,6 +50,8 @@ def check_request(
     **named: Any,
 ) -> Any:
     """Refuse what the scheduler could not serve: a ValueError here is HTTP 400, an exception there ends the server."""
+    if is_asleep(manager):
+        raise ValueError("got a request, expected none: the server sleeps. Wake it and send it weights first.")
     parameters = getattr(request, "sampling_params", None)
     if input_ids and isinstance(parameters, dict):
         vocab = valid_vocab(manager.model_config.vocab_size)
@@ -192,6 +196,7 @@ def _score_of(custom: Any) -> Any:
 
 _LOOPBACK = "127.0.0.1"
 _MANAGERS = "sglang.srt.managers"
+_CONTROL = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _LOGPROBS = "sglang.srt.layers.logprob_processor"
 # Target, hook, its kind, and the parameters that it relies on.
 HOOKS: tuple[tuple[str, Callable[..., Any], str, tuple[str, ...]], ...] = (
@@ -201,6 +206,8 @@ HOOKS: tuple[tuple[str, Callable[..., Any], str, tuple[str, ...]], ...] = (
         "AROUND",
         ("input_ids",),
     ),
+    (f"{_CONTROL}.release_memory_occupation", fall_asleep, "AROUND", ("obj",)),
+    (f"{_CONTROL}.resume_memory_occupation", wake_up, "AROUND", ()),
     (f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend", attach_questions, "AFTER", ()),
     (
         f"{_LOGPROBS}.get_top_logprobs_chunk",

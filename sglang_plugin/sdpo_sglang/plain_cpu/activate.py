@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
 
 def activate() -> str | None:
     """The platform's class; None on a machine with a GPU, which has SGLang's own platform."""
@@ -13,7 +15,8 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Hooks for --enable-deterministic-inference without Triton, sgl_kernel or a compiler, and for a quick start.
+    """Hooks for --enable-deterministic-inference without Triton, sgl_kernel or a compiler, for --enable-memory-saver,
+    and for a quick start.
 
     Matrix products stay torch's own: equal up to rounding for another composition of the batch, not bit by bit.
     """
@@ -22,7 +25,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sdpo_sglang.plain_cpu.murmur import murmur_hash32
+    from sdpo_sglang.plain_cpu.sleep import Sleeper, no_memory_saver
 
+    sleeper = Sleeper()
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
         _do_nothing,
@@ -30,6 +35,11 @@ def register() -> None:
     )
     HookRegistry.register("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE)
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _start_by_forking, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create", no_memory_saver, HookType.REPLACE
+    )
+    HookRegistry.register(f"{_UPDATER}.release_memory_occupation", sleeper.release, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", sleeper.resume, HookType.BEFORE)
     HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", _run_uncompiled, HookType.AROUND)
 
 
