@@ -1,5 +1,6 @@
 """What every test shares: a store of its own, no network, one thread a process, and a small cell to work with."""
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -27,6 +28,18 @@ _ENVIRONMENT = {
 def pytest_configure() -> None:
     """Fix the environment of this process and of its children."""
     os.environ.update(_ENVIRONMENT)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """What imports allocate stays: to look for garbage in it would take as long as a third of them."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on only what tests allocate is looked through."""
+    gc.freeze()
+    gc.enable()
 
 
 def _has_megatron() -> bool:
