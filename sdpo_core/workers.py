@@ -34,13 +34,15 @@ ANCHOR = TeacherSpec(schedule="static")
 
 
 class StudentWorker:
-    """The policy and, for the local engine, the rollouts it samples."""
+    """The policy and, for the local engine, the rollouts it samples. `scratch`: where an engine keeps its logs."""
 
-    def __init__(self, spec: CellSpec, *, folder: Path, device: str) -> None:
+    def __init__(self, spec: CellSpec, *, folder: Path, device: str, scratch: Path | None = None) -> None:
         torch.set_num_threads(spec.threads_per_worker)
         self._policy = backend(spec).load_policy(spec, folder=folder, device=device)
         self._held_version: int | None = None
-        self._engine = engine(spec).load_engine(spec, policy=self._policy, folder=folder, device=device)
+        self._engine = engine(spec).load_engine(
+            spec, policy=self._policy, folder=folder, device=device, scratch=scratch
+        )
 
     def generate(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> tuple[Rollout, ...]:
         return self._engine.generate(requests, sampling=sampling)

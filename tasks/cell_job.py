@@ -84,7 +84,7 @@ def _run(store: Store, journal: Journal, *, spec: CellSpec, fingerprint: str, gp
     connect()
     # Ray replaces the handler at connecting; the work since the last checkpoint is lost, as with a kill.
     signal.signal(signal.SIGTERM, _exit)
-    scratch = journal.folder / "teacher-server"
+    scratch = journal.folder / "servers"
     with ray_workers(spec, folder=base.folder, gpus=gpus, teacher=teacher, scratch=scratch) as workers:
         check_weights(workers.student.facts(), whose="student", at=base)
         if workers.teacher is not None and teacher is not None:

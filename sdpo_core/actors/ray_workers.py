@@ -147,7 +147,7 @@ def ray_workers(
     """Start a cell's workers on the Ray this process is connected to, and end them with the block.
 
     `folder`: the base, of the student, of the anchor and, unless `teacher` names other weights, of the teacher. `gpus`
-    is the cell's share. `scratch`: of a teacher that is served, for its server's log and the weights on their way.
+    is the cell's share. `scratch`: has a folder for each worker with a server, for its log and weights on their way.
     """
     lives = {name: life for name, life in (("teacher", spec.teacher), ("anchor", spec.anchor and ANCHOR)) if life}
     where: dict[str, TeacherPlacement] = {"teacher": spec.teacher_placement, "anchor": "trainer"}
@@ -158,16 +158,23 @@ def ray_workers(
     with ExitStack() as stack:
         if scratch is not None:
             # Entered first, so that it is done when no process reads them any more.
-            stack.callback(remove_weights, scratch)
+            stack.callback(remove_weights, scratch / "teacher")
         places = stack.enter_context(placed(sizes, gpus=gpus))
         start = partial(worker_processes, device=device, environment=_thread_environment(spec))
-        student = stack.enter_context(
-            start("student", partial(StudentWorker, spec, folder=folder, device=device), places=places["student"])
+        make_student = partial(
+            StudentWorker, spec, folder=folder, device=device, scratch=scratch and scratch / "student"
         )
+        student = stack.enter_context(start("student", make_student, places=places["student"]))
         scorers = {}
         for name, life in lives.items():
             make = partial(
-                TeacherWorker, spec, life=life, at=at[name], device=device, where=where[name], scratch=scratch
+                TeacherWorker,
+                spec,
+                life=life,
+                at=at[name],
+                device=device,
+                where=where[name],
+                scratch=scratch and scratch / name,
             )
             processes = stack.enter_context(start(name, make, places=places[name]))
             scorers[name] = RemoteTeacher(processes, follows=commit_rate(life) is not None)

@@ -18,7 +18,14 @@ from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
 
 
-def load_engine(spec: CellSpec, *, policy: Policy, folder: Path, device: str) -> "LocalEngine":  # noqa: ARG001
+def load_engine(
+    spec: CellSpec,
+    *,
+    policy: Policy,
+    folder: Path,
+    device: str,  # noqa: ARG001
+    scratch: Path | None = None,  # noqa: ARG001
+) -> "LocalEngine":
     """The engine that samples with the very weights `policy` trains."""
     if not isinstance(policy, ModelPolicy) or not isinstance(policy.model, HfModel):
         found = type(policy.model if isinstance(policy, ModelPolicy) else policy).__name__

@@ -25,7 +25,14 @@ from sdpo_core.text import ChatTokenizer
 _TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.25}
 
 
-def load_engine(spec: CellSpec, *, policy: Policy, folder: Path, device: str) -> "ReplicaEngine":
+def load_engine(
+    spec: CellSpec,
+    *,
+    policy: Policy,
+    folder: Path,
+    device: str,
+    scratch: Path | None = None,  # noqa: ARG001
+) -> "ReplicaEngine":
     """An engine that holds a copy of the weights `policy` trains."""
     text, dtype = ChatTokenizer.load(folder), getattr(torch, spec.dtype)
     model = HfModel(folder, dtype=dtype, device=torch.device(device), valid_vocab=text.vocab_size)

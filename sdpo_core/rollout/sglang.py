@@ -28,9 +28,17 @@ _TRIES = 3
 
 
 def load_engine(
-    spec: CellSpec, *, policy: Policy, folder: Path, device: str, limits: Limits | None = None
+    spec: CellSpec,
+    *,
+    policy: Policy,
+    folder: Path,
+    device: str,
+    scratch: Path | None = None,
+    limits: Limits | None = None,
 ) -> "SglangEngine":
     """Servers that have started with the base in `folder`, and the engine that samples from them.
+
+    `scratch`: gets the servers' logs; without it they go with the servers. `limits`: of the client's patience.
 
     Raises:
         SpecError: a server is not what the cell asks for.
@@ -40,7 +48,7 @@ def load_engine(
     group = patient_group()
     servers = None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        servers = Servers(spec, text=text, folder=folder, device=device, limits=limits)
+        servers = Servers(spec, text=text, folder=folder, device=device, logs=scratch, limits=limits)
     return SglangEngine(policy, spec=spec, text=text, servers=servers, group=group)
 
 

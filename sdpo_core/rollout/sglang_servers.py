@@ -12,7 +12,7 @@ from typing import Literal
 
 from sdpo_core.errors import CellError, SpecError
 from sdpo_core.rollout.publish import Publication, check_canary
-from sdpo_core.rollout.sglang_weights import FolderPath, WeightPath
+from sdpo_core.rollout.sglang_weights import make_weight_path
 from sdpo_core.sglang.address import external_servers
 from sdpo_core.sglang.client import Failure, SglangClient
 from sdpo_core.sglang.server import ManagedServer, ServerSpec
@@ -29,22 +29,30 @@ _MAX_RESTARTS = 5
 class Servers:
     """Several with the same weights, started here unless SDPO_SGLANG_URL names others.
 
-    `close` ends those that were started here, as the process's end does. `limits`: of the client's patience.
+    `close` ends those that were started here, as the process's end does. `logs`: a folder for what they print, which
+    goes with them otherwise. `limits`: of the client's patience.
     """
 
     def __init__(
-        self, spec: CellSpec, *, text: ChatTokenizer, folder: Path, device: str, limits: Limits | None = None
+        self,
+        spec: CellSpec,
+        *,
+        text: ChatTokenizer,
+        folder: Path,
+        device: str,
+        logs: Path | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._spec = spec
         self._text = text
         self._published: Publication | None = None
         self._restarts = 0
-        self.scratch = Path(tempfile.mkdtemp(prefix="sdpo-sglang-"))
-        self._path: WeightPath = FolderPath(self.scratch / "weights")
         external = external_servers()
-        self.managed = () if external else self._make(folder, device=device)
+        self.scratch = Path(tempfile.mkdtemp(prefix="sdpo-sglang-"))
+        self.managed = () if external else self._make(folder, device=device, logs=logs)
         self.close = weakref.finalize(self, _close, self.managed, self.scratch)
         try:
+            self._path = make_weight_path(spec, folder=self.scratch / "weights", is_managed=not external)
             with ThreadPoolExecutor(max(1, len(self.managed))) as pool:
                 list(pool.map(ManagedServer.start, self.managed))
             self.client = SglangClient(external or self._endpoints(), limits=limits, seed=spec.seed)
@@ -82,7 +90,7 @@ class Servers:
             self._send()
         return is_back
 
-    def _make(self, folder: Path, *, device: str) -> tuple[ManagedServer, ...]:
+    def _make(self, folder: Path, *, device: str, logs: Path | None) -> tuple[ManagedServer, ...]:
         kind: Literal["cpu", "cuda"] = "cuda" if device.startswith("cuda") else "cpu"
         server = ServerSpec(
             model=_served_folder(folder, self.scratch / "base", end_id=self._text.end_id),
@@ -94,7 +102,7 @@ class Servers:
             device=kind,
         )
         names = [f"server-{index}" for index in range(self._spec.sglang.replicas)]
-        return tuple(ManagedServer(server, folder=self.scratch / name) for name in names)
+        return tuple(ManagedServer(server, folder=(logs or self.scratch) / name) for name in names)
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
         return tuple(Endpoint(url=server.url, token=server.token) for server in self.managed)

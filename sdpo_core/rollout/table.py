@@ -38,10 +38,13 @@ ENGINES: Mapping[str, EngineEntry] = {
 class EngineModule(Protocol):
     """What an engine module offers.
 
-    `policy` is the student whose weights it samples with, `folder` the base it started from, `device` torch's name.
+    `policy` is the student whose weights it samples with, `folder` the base it started from, `device` torch's name,
+    `scratch` a folder for logs that stay.
     """
 
-    def load_engine(self, spec: CellSpec, *, policy: "Policy", folder: Path, device: str) -> "RolloutEngine": ...
+    def load_engine(
+        self, spec: CellSpec, *, policy: "Policy", folder: Path, device: str, scratch: Path | None
+    ) -> "RolloutEngine": ...
 
 
 def engine(spec: CellSpec) -> EngineModule:

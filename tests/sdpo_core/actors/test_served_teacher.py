@@ -41,7 +41,7 @@ def test_cell_on_actors_has_a_server_that_ends_with_its_actor(cell_spec: CellSpe
             teacher.facts()
         assert running(processes) == []
     # The weights of the last commit are gone, the log is not.
-    assert [path.name for path in scratch.iterdir()] == ["server.log"]
+    assert [path.name for path in (scratch / "teacher").iterdir()] == ["server.log"]
     alone = Journal(tmp_path / "plain")
     make_cell(plain, journal=alone, workers=plain_workers(plain, folder=base.folder), text=base.text).run()
     change, where = largest_change(journal, alone)
