@@ -32,6 +32,7 @@ _LATER = (
     ("scorer_layout", _PLAIN),
     ("sglang", SglangSpec().model_dump(mode="json")),
     ("teacher_placement", "trainer"),
+    ("weights_by", "folder"),
 )
 
 

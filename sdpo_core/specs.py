@@ -25,6 +25,7 @@ from sdpo_core.spec_base import Fraction, Spec, refuse
 from sdpo_core.teacher.table import TeacherPlacement, placement_faults
 
 FeedbackLevel = Literal["none", "diagnostic", "reveal"]
+WeightsBy = Literal["folder", "gloo", "nccl"]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -75,11 +76,13 @@ class SglangSpec(Spec):
     """Servers of engine 'sglang', each with a copy of the student's weights.
 
     `deterministic`: a rollout depends on its seed, and on its neighbours by rounding at most. `max_total_tokens`: room
-    for prompts and responses in one server's memory.
+    for prompts and responses in one server's memory. `weights_by`: how new weights get to them, by a file in a folder
+    or by a process group (nccl: to servers on another GPU that somebody else has started).
     """
 
     replicas: PositiveInt = 1
     deterministic: bool = True
+    weights_by: WeightsBy = "folder"
     max_total_tokens: PositiveInt = 65536
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -152,6 +152,22 @@ class SglangClient:
         for answer in self._ask_each("/update_weights_from_disk", body=body):
             if not isinstance(answer, dict) or answer.get("success") is not True:
                 raise CellError(f"sglang server: got {answer} to an update of weights, expected success.")
+        self._weights = weights
+
+    def update_by(self, send: Callable[[Transport, str], None], *, version: int) -> None:
+        """Have `send` give every server weights, all at once: with a transport that asks once, and under this tag.
+
+        What holds for `update_from_folder` holds here.
+
+        Raises:
+            CellError: of `send`, when it has ended for all of them.
+        """
+        weights, once = f"{self._run}-{version}", replace(self._limits, attempts=1)
+        transports = [Transport(server.transport.endpoint, limits=once, seed=self._seed) for server in self._servers]
+        with ThreadPoolExecutor(len(transports)) as pool:
+            sent = [pool.submit(send, transport, weights) for transport in transports]
+        for one in sent:
+            one.result()
         self._weights = weights
 
     def health(self) -> tuple[bool, ...]:
