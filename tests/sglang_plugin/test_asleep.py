@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdpo_sglang.asleep import fall_asleep, wake_up
+from sdpo_sglang.asleep import fall_asleep, is_asleep, wake_up
 from sdpo_sglang.hooks import check_request
 from sdpo_sglang.plain_cpu.sleep import Sleeper
 
@@ -67,6 +67,30 @@ def test_sleep_and_waking_reach_the_scheduler_once() -> None:
 
     asyncio.run(run())
     assert scheduler.calls == ["release", "resume"]
+
+
+def test_second_call_is_answered_when_the_first_is_done() -> None:
+    """A client that has asked again must not take a server that hangs for one that is awake."""
+    manager, whole, gate = SimpleNamespace(), SimpleNamespace(tags=None), asyncio.Event()
+    calls: list[str] = []
+
+    async def hang(_manager: Any, _obj: Any) -> None:
+        calls.append("hang")
+        await gate.wait()
+
+    async def run() -> None:
+        for hook in (fall_asleep, wake_up):
+            gate.clear()
+            asked = [asyncio.ensure_future(hook(hang, manager, whole)) for _ in range(2)]
+            done, _ = await asyncio.wait(asked, timeout=0.05)
+            assert not done
+            assert is_asleep(manager)
+            gate.set()
+            await asyncio.gather(*asked)
+            assert is_asleep(manager) == (hook is fall_asleep)
+
+    asyncio.run(run())
+    assert calls == ["hang"] * 2
 
 
 def test_part_of_the_memory_is_refused() -> None:
