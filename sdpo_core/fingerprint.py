@@ -33,6 +33,9 @@ _LATER = (
     ("sglang", SglangSpec().model_dump(mode="json")),
     ("teacher_placement", "trainer"),
     ("weights_by", "folder"),
+    ("concurrency", 32),
+    ("sleep", False),
+    ("memory_fraction", None),
 )
 
 

@@ -77,13 +77,20 @@ class SglangSpec(Spec):
 
     `deterministic`: a rollout depends on its seed, and on its neighbours by rounding at most. `max_total_tokens`: room
     for prompts and responses in one server's memory. `weights_by`: how new weights get to them, by a file in a folder
-    or by a process group (nccl: to servers on another GPU that somebody else has started).
+    or by a process group (nccl: to servers on another GPU that somebody else has started). `concurrency`: requests
+    under way at a server.
+
+    `sleep`: the servers give the memory of weights and prompts back while nothing is sampled, and get both anew.
+    `memory_fraction`: share of a GPU's memory for them, None for the server's own choice.
     """
 
     replicas: PositiveInt = 1
     deterministic: bool = True
     weights_by: WeightsBy = "folder"
     max_total_tokens: PositiveInt = 65536
+    concurrency: PositiveInt = 32
+    sleep: bool = False
+    memory_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
 
 
 class CellSpec(Spec):

@@ -2,7 +2,7 @@
 
 Process 0 of the student starts the servers (or takes those of SDPO_SGLANG_URL), asks them, and tells the others; these
 take part where weights are put together. They are published before the first sampling after a change, when nothing is
-under way, so a rollout is of one version.
+under way, so a rollout is of one version. Servers that sleep between two samplings get them before each.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from sdpo_core.records import Rollout
 from sdpo_core.rendezvous import patient_group
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.publish import RESPONSE_TOKENS, canary_rows, publish
-from sdpo_core.rollout.sglang_servers import Servers
+from sdpo_core.rollout.sglang_servers import Servers, visible_gpus
 from sdpo_core.sglang.client import Failure
 from sdpo_core.sglang.transport import Limits
 from sdpo_core.sglang.wire import GenerateAnswer, GenerateRequest
@@ -46,9 +46,10 @@ def load_engine(
     """
     text = ChatTokenizer.load(folder)
     group = patient_group()
+    gpus = visible_gpus(group) if device.startswith("cuda") else ()
     servers = None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        servers = Servers(spec, text=text, folder=folder, device=device, logs=scratch, limits=limits)
+        servers = Servers(spec, text=text, folder=folder, device=device, gpus=gpus, logs=scratch, limits=limits)
     return SglangEngine(policy, spec=spec, text=text, servers=servers, group=group)
 
 
@@ -81,6 +82,8 @@ class SglangEngine:
         self._check_lengths(requests, sampling=sampling)
         if self._version != self._policy.weights_version():
             self._follow([request.prompt_ids for request in requests])
+        elif self.servers is not None:
+            self.servers.wake()
         found = [() if self.servers is None else self._sample(self.servers, requests, sampling=sampling)]
         if self._group is not None:
             dist.broadcast_object_list(found, src=0, group=self._group)
@@ -124,6 +127,7 @@ class SglangEngine:
                     f"sglang engine: got {len(asked) - len(answers)} of {len(asked)} rollouts unanswered ({reason}), "
                     "expected all. Look at the server's log."
                 )
+        servers.sleep()
         return tuple(self._rollout(request, answers[index], servers.version) for index, request in enumerate(requests))
 
     def _request(self, request: RolloutRequest, *, sampling: Sampling) -> GenerateRequest:

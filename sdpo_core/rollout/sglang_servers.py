@@ -1,6 +1,8 @@
 """The servers of the SGLang engine: started, given weights that a canary must show, and brought back when they fail."""
 
 import json
+import logging
+import os
 import shutil
 import tempfile
 import weakref
@@ -9,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+
+import torch.distributed as dist
 
 from sdpo_core.errors import CellError, SpecError
 from sdpo_core.rollout.publish import Publication, check_canary
@@ -21,16 +25,20 @@ from sdpo_core.sglang.wire import ScoreAnswer, ScoreRequest
 from sdpo_core.specs import CellSpec, Dtype
 from sdpo_core.text import ChatTokenizer
 
+_log = logging.getLogger(__name__)
+
 # Nats. In float32 the gap is that of sums in another order; bfloat16 keeps 8 bits of logits of about 10.
 _TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.25}
 _MAX_RESTARTS = 5
+_MIN_REQUESTS = 64
+_GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Servers:
     """Several with the same weights, started here unless SDPO_SGLANG_URL names others.
 
-    `close` ends those that were started here, as the process's end does. `logs`: a folder for what they print, which
-    goes with them otherwise. `limits`: of the client's patience.
+    `close` ends those that were started here, as the process's end does. `gpus`: where they start, in turn. `logs`: a
+    folder for what they print, which goes with them otherwise. `limits`: of the client's patience.
     """
 
     def __init__(
@@ -41,22 +49,27 @@ class Servers:
         folder: Path,
         device: str,
         logs: Path | None = None,
+        gpus: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> None:
         self._spec = spec
         self._text = text
         self._published: Publication | None = None
         self._restarts = 0
+        self._is_asleep = False
         external = external_servers()
         self.scratch = Path(tempfile.mkdtemp(prefix="sdpo-sglang-"))
-        self.managed = () if external else self._make(folder, device=device, logs=logs)
+        self.managed = () if external else self._make(folder, device=device, gpus=gpus, logs=logs)
         self.close = weakref.finalize(self, _close, self.managed, self.scratch)
         try:
             self._path = make_weight_path(spec, folder=self.scratch / "weights", is_managed=not external)
             with ThreadPoolExecutor(max(1, len(self.managed))) as pool:
                 list(pool.map(ManagedServer.start, self.managed))
-            self.client = SglangClient(external or self._endpoints(), limits=limits, seed=spec.seed)
+            self.client = SglangClient(
+                external or self._endpoints(), concurrency=spec.sglang.concurrency, limits=limits, seed=spec.seed
+            )
             self._check()
+            self.sleep()
         except BaseException:
             self.close()
             raise
@@ -90,7 +103,36 @@ class Servers:
             self._send()
         return is_back
 
-    def _make(self, folder: Path, *, device: str, logs: Path | None) -> tuple[ManagedServer, ...]:
+    def sleep(self) -> None:
+        """Have them give their memory back until `publish` or `wake`, where the cell asks for it.
+
+        Those of ours are ended when one of them does not, which gives it back as well: they start again with `wake`.
+
+        Raises:
+            CellError: one that somebody else has started does not.
+        """
+        if not self._spec.sglang.sleep:
+            return
+        self._is_asleep = True
+        try:
+            self.client.sleep()
+        except CellError as error:
+            if not self.managed:
+                raise
+            _log.warning("ends servers that do not sleep: %s", error)
+            for server in self.managed:
+                server.stop()
+
+    def wake(self) -> None:
+        """Give them memory and the weights published last; nothing happens when they are awake.
+
+        Raises:
+            CellError: as `publish`.
+        """
+        if self._is_asleep:
+            self._send()
+
+    def _make(self, folder: Path, *, device: str, gpus: Sequence[str], logs: Path | None) -> tuple[ManagedServer, ...]:
         kind: Literal["cpu", "cuda"] = "cuda" if device.startswith("cuda") else "cpu"
         server = ServerSpec(
             model=_served_folder(folder, self.scratch / "base", end_id=self._text.end_id),
@@ -99,10 +141,18 @@ class Servers:
             max_total_tokens=self._spec.sglang.max_total_tokens,
             threads=self._spec.threads_per_worker,
             deterministic=self._spec.sglang.deterministic,
+            sleep=self._spec.sglang.sleep,
             device=kind,
+            max_requests=max(_MIN_REQUESTS, self._spec.sglang.concurrency),
+            memory_fraction=self._spec.sglang.memory_fraction,
         )
-        names = [f"server-{index}" for index in range(self._spec.sglang.replicas)]
-        return tuple(ManagedServer(server, folder=(logs or self.scratch) / name) for name in names)
+        return tuple(
+            ManagedServer(
+                replace(server, environment=gpu_environment(index, gpus=gpus)),
+                folder=(logs or self.scratch) / f"server-{index}",
+            )
+            for index in range(self._spec.sglang.replicas)
+        )
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
         return tuple(Endpoint(url=server.url, token=server.token) for server in self.managed)
@@ -117,6 +167,11 @@ class Servers:
                     f"for {info.max_tokens} tokens, expected {wanted} and at least {longest}. Start it with other "
                     "flags, or change `sglang` in the profile."
                 )
+            if self._spec.sglang.sleep and not info.can_sleep:
+                raise SpecError(
+                    f"sglang engine: got a server of {info.model} that keeps its memory, expected one that can sleep. "
+                    "Start it with --enable-memory-saver, or change `sglang` in the profile."
+                )
 
     def _send(self) -> None:
         """Give every server the published weights, until the canary shows that each has them."""
@@ -125,6 +180,8 @@ class Servers:
             return
         while True:
             try:
+                if self._is_asleep:
+                    self.client.wake()
                 self._path.send(self.client, version=published.version)
                 scores = self._canary_scores(published)
                 break
@@ -135,6 +192,8 @@ class Servers:
             where = f"sglang engine, server {index}"
             gaps = [score.logps for score in found]
             check_canary(published, gaps, tolerance=_TOLERANCES[self._spec.dtype], where=where)
+        # Not before: a server that is awake and holds no model would be asked.
+        self._is_asleep = False
 
     def _canary_scores(self, published: Publication) -> list[list[ScoreAnswer]]:
         """Of each server, each of which must hold the weights."""
@@ -167,6 +226,24 @@ class Servers:
         if dead:
             self.client.use(self._endpoints())
         return bool(dead)
+
+
+def visible_gpus(group: dist.ProcessGroup | None) -> tuple[str, ...]:
+    """What each process of the student sees of the machine's GPUs, as CUDA names it; all of them call it.
+
+    Nothing where one is not restricted: it sees all, and so do the servers.
+    """
+    seen = [os.environ.get(_GPU_VARIABLE)]
+    if group is not None:
+        seen *= dist.get_world_size(group)
+        dist.all_gather_object(seen, seen[0], group=group)
+    named = tuple(gpus for gpus in seen if gpus is not None)
+    return named if len(named) == len(seen) else ()
+
+
+def gpu_environment(index: int, *, gpus: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Settings that put server `index` on its turn's entry of `gpus`; none where it may take any."""
+    return ((_GPU_VARIABLE, gpus[index % len(gpus)]),) if gpus else ()
 
 
 def _served_folder(base: Path, place: Path, *, end_id: int) -> Path:

@@ -8,6 +8,7 @@ answers are kept.
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +31,7 @@ from sdpo_core.sglang.wire import (
 )
 
 _GENERATE = "/generate"
-_FLUSH_TRIES = 20
+_FLUSH_SECONDS = 2.0
 _FLUSH_WAIT_SECONDS = 0.1
 
 Answer = TypeVar("Answer")
@@ -45,13 +46,17 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """What a server says of itself. `max_tokens`: of one sequence; `weights`: the tag of its weights."""
+    """What a server says of itself.
+
+    `max_tokens`: of one sequence; `weights`: the tag of its weights; `can_sleep`: it was started to give memory back.
+    """
 
     version: str
     model: str
     dtype: str
     max_tokens: int
     is_deterministic: bool
+    can_sleep: bool
     weights: str
 
 
@@ -171,7 +176,7 @@ class SglangClient:
         self._weights = weights
 
     def health(self) -> tuple[bool, ...]:
-        """Whether each server generates."""
+        """Whether each server generates; one that sleeps does not."""
         return tuple(server.transport.is_healthy() for server in self._servers)
 
     def info(self) -> tuple[ServerInfo, ...]:
@@ -184,6 +189,7 @@ class SglangClient:
                     dtype=str(found["dtype"]),
                     max_tokens=min(int(found["context_length"]), int(found["max_total_num_tokens"])),
                     is_deterministic=bool(found["enable_deterministic_inference"]),
+                    can_sleep=bool(found["enable_memory_saver"]),
                     # The other page goes on to show the tag of the start.
                     weights=str(model["weight_version"]),
                 )
@@ -194,15 +200,34 @@ class SglangClient:
 
     def flush(self) -> None:
         """Forget the prompts that have been run; a server that still holds its last request is asked again."""
-        for tried in range(_FLUSH_TRIES):
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while True:
             try:
-                self._ask_each("/flush_cache", body={})
+                self._ask_each("/flush_cache", body={}, is_quick=True)
             except CellError:
-                if tried == _FLUSH_TRIES - 1:
+                if time.monotonic() > deadline:
                     raise
                 threading.Event().wait(_FLUSH_WAIT_SECONDS)
             else:
                 return
+
+    def sleep(self) -> None:
+        """Have every server give back the memory of its weights and prompts. Until `wake` it takes no request.
+
+        Raises:
+            CellError: one does not, or has something under way.
+        """
+        # One that is asked in the middle of a request ends.
+        self.flush()
+        self._ask_each("/release_memory_occupation", body={}, is_quick=True)
+
+    def wake(self) -> None:
+        """Give the memory to every server again. What it holds then is no model: send weights before you ask.
+
+        Raises:
+            CellError: one does not take it.
+        """
+        self._ask_each("/resume_memory_occupation", body={}, is_quick=True)
 
     def pause(self) -> None:
         """Stop generating; what is under way waits."""
@@ -217,11 +242,16 @@ class SglangClient:
         for server in self._servers:
             server.transport.abort()
 
-    def _ask_each(self, path: str, *, body: Mapping[str, Any] | None = None) -> list[Any]:
-        for server in self._servers:
-            server.transport.take_up()
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            asked = [pool.submit(server.transport.call, path, body=body) for server in self._servers]
+    def _ask_each(self, path: str, *, body: Mapping[str, Any] | None = None, is_quick: bool = False) -> list[Any]:
+        """`is_quick`: the answer takes no longer than that of /health, or the server hangs."""
+        transports = [server.transport for server in self._servers]
+        for transport in transports:
+            transport.take_up()
+        if is_quick:
+            limits = replace(self._limits, read_seconds=self._limits.health_seconds)
+            transports = [Transport(one.endpoint, limits=limits, seed=self._seed) for one in transports]
+        with ThreadPoolExecutor(len(transports)) as pool:
+            asked = [pool.submit(transport.call, path, body=body) for transport in transports]
         try:
             return [call.result() for call in asked]
         except (UnreachableError, DataError) as error:

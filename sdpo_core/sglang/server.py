@@ -43,7 +43,9 @@ class ServerSpec:
 
     `model`: a folder in Hugging Face form. `valid_vocab`: ids of its tokenizer; ids from there on get no probability.
     `threads`: for one core's worth of operators each. `deterministic`: the seed of a request decides what it samples.
-    `python`: of an environment with SGLang (None: `find_python`). `extra`: flags that come last and so win.
+    `sleep`: it can give its memory back. `max_requests`: run at once; others wait. `memory_fraction`: share of the
+    device's memory for weights and prompts (None: SGLang's choice). `python`: of an environment with SGLang (None:
+    `find_python`). `extra`: flags that come last and so win.
     """
 
     model: Path
@@ -52,6 +54,9 @@ class ServerSpec:
     max_total_tokens: int
     threads: int
     deterministic: bool
+    sleep: bool = False
+    max_requests: int = 64
+    memory_fraction: float | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     python: Path | None = None
     extra: tuple[str, ...] = ()
@@ -234,8 +239,8 @@ def _flags(spec: ServerSpec, *, port: int) -> list[str]:
     flags += ["--dtype", spec.dtype, "--max-total-tokens", str(spec.max_total_tokens), "--random-seed", "0"]
     flags += ["--context-length", str(_num_positions(spec.model) + _RESERVED_POSITIONS)]
     # No grammar is ever asked for, an idle scheduler would take most of a core, and a line a request fills the log.
-    flags += ["--max-running-requests", "64", "--grammar-backend", "none", "--sleep-on-idle", "--skip-server-warmup"]
-    flags += ["--log-level-http", "warning"]
+    flags += ["--grammar-backend", "none", "--sleep-on-idle", "--skip-server-warmup", "--log-level-http", "warning"]
+    flags += ["--max-running-requests", str(spec.max_requests)]
     if spec.device == "cpu":
         flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     if spec.dtype != "float32":
@@ -243,6 +248,10 @@ def _flags(spec: ServerSpec, *, port: int) -> list[str]:
         flags += ["--enable-fp32-lm-head"]
     if spec.deterministic:
         flags += ["--enable-deterministic-inference"]
+    if spec.sleep:
+        flags += ["--enable-memory-saver"]
+    if spec.memory_fraction is not None:
+        flags += ["--mem-fraction-static", str(spec.memory_fraction)]
     return [*flags, *spec.extra]
 
 
