@@ -80,10 +80,12 @@ class _Server:
             # torch's errors of a group are RuntimeErrors.
             except (RuntimeError, TimeoutError, UnreachableError, DataError) as error:
                 # What the server says tells more than what became of the group by it.
-                reason = (answer.exception() if answer.done() else None) or error
+                if answer.done() and answer.exception() is not None:
+                    raise CellError(f"update of weights: {answer.exception()}") from None
+                reason = str(error) or f"nothing in {_PATIENCE.total_seconds():.0f} s"
                 raise CellError(
-                    f"sglang server {self._transport.endpoint.url}{path}: got {type(reason).__name__} ({reason}) in an "
-                    "update of weights, expected it to take them. Look at the server's log."
+                    f"update of weights: sglang server {self._transport.endpoint.url}{path}: got {reason}, expected it "
+                    "to take them. Look at the server's log."
                 ) from None
             finally:
                 if not answer.done():
