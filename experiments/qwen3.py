@@ -2,7 +2,7 @@
 
 from sdpo_core.base_specs import PlacedBaseSpec, ShapeSpec
 from sdpo_core.layout import LayoutSpec
-from sdpo_core.specs import EvaluationSpec, OptimizerSpec, ProfileSpec, TaskProfile, TrainingSpec
+from sdpo_core.specs import EvaluationSpec, OptimizerSpec, ProfileSpec, SglangSpec, TaskProfile, TrainingSpec
 
 # Its public config. The head has more rows than the tokenizer has ids.
 _QWEN3_4B = PlacedBaseSpec(
@@ -45,12 +45,22 @@ _PAPER = TaskProfile(
     evaluation=EvaluationSpec(samples_per_problem=16, temperature=0.6, dev_problems=None, test_problems=None),
 )
 
+# One a GPU, each with a whole copy of the model. None of it was measured:
+#   a server takes 8 GB for weights, and 147 kB a token (36 layers x 8 heads x 128 numbers x 2 bytes, keys and values):
+#   58 GB for 393,216 tokens, 38 sequences of the longest kind or the 128 of its share of a step at 3,072 tokens each;
+#   where responses are longer SGLang lets some wait;
+#   of the trainer a GPU holds about 50 GB: half of 18 bytes a parameter for the student and its optimizer, and of 6 for
+#   a teacher. Both fit into the 141 GB of an H200; asleep, the servers leave their share to activations;
+#   not deterministic: kernels that do not depend on the batch cost speed, and the trainer's sums on a GPU need not be
+#   taken in one order either, so no cell would be exact.
+_SERVERS = SglangSpec(replicas=2, deterministic=False, max_total_tokens=393_216, concurrency=128, sleep=True)
+
 QWEN3_4B_2GPU = ProfileSpec(
     name="qwen3-4b-2gpu",
-    meaning="Qwen3-4B on Megatron-core, cut over two GPUs a cell; never run yet (docs/unverified.md)",
+    meaning="Qwen3-4B on Megatron-core, cut over two GPUs, rollouts by SGLang; never run yet (docs/unverified.md)",
     tasks={"mcq": _PAPER, "tool_call": _PAPER},
     backend="megatron",
-    engine="replica",
+    engine="sglang",
     dtype="bfloat16",
     layout=LayoutSpec(
         tensor=2,
@@ -61,6 +71,7 @@ QWEN3_4B_2GPU = ProfileSpec(
         kernels="transformer_engine",
     ),
     scorer_layout=LayoutSpec(tensor=2, sequence=True, packed=True, kernels="transformer_engine"),
+    sglang=_SERVERS,
     cpus_per_cell=4,
     gpus_per_cell=2,
 )

@@ -13,7 +13,8 @@ from sdpo_core.cell import CellData
 from sdpo_core.fingerprint import NUMERICS_VERSION
 from sdpo_core.journal import Store
 from sdpo_core.records import Grade, Problem, Split, read_problems
-from sdpo_core.specs import FeedbackLevel
+from sdpo_core.rollout.table import repeatability
+from sdpo_core.specs import CellSpec, FeedbackLevel
 
 _PACKAGES = ("torch", "transformers", "ray", "numpy")
 
@@ -35,14 +36,15 @@ def grade_at(level: FeedbackLevel) -> Grade:
     return partial(grade, level=level)
 
 
-def environment(*, threads: int) -> dict[str, Any]:
-    """Versions and machine, for provenance: nothing of it enters a fingerprint."""
+def environment(spec: CellSpec, *, gpus: int) -> dict[str, Any]:
+    """Versions, machine, and how far rollouts repeat there, for provenance: nothing of it enters a fingerprint."""
     return {
         "python": sys.version.split()[0],
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "threads": threads,
+        "threads": spec.threads_per_worker,
+        "rollouts": repeatability(spec, gpus=gpus),
         "commit": _commit(),
         "numerics_version": NUMERICS_VERSION,
     }

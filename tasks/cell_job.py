@@ -99,7 +99,7 @@ def _run(store: Store, journal: Journal, *, spec: CellSpec, fingerprint: str, gp
             grade=grade_at(spec.training.feedback_level),
             clock=time.monotonic,
             wall_time=time.time,
-            environment=environment(threads=spec.threads_per_worker),
+            environment=environment(spec, gpus=gpus),
         ).run()
 
 

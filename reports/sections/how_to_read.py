@@ -25,8 +25,21 @@ def render(page: Page) -> str:
         f"What is measured holds for {names}, profile {escape(page.experiment.profile)}, {len(page.seeds)} "
         f"{'seed' if len(page.seeds) == 1 else 'seeds'} and these budgets. It says nothing about other models, data "
         "sets or scales.",
+        *_repeatability(page),
     ]
     return f"## How to read this page\n\n{bullets(notes)}"
+
+
+def _repeatability(page: Page) -> list[str]:
+    """Nothing where all finished cells sample exactly the same again, or do not say."""
+    found = (str(cell.environment.get("rollouts", "exact")) for cell in page.cells)
+    kinds = dict.fromkeys(kind for kind in found if kind != "exact")
+    if not kinds:
+        return []
+    return [
+        f"Rollouts are {' or '.join(map(escape, kinds))} (see Environment): trained again with the same seeds, a cell "
+        "may end with other numbers."
+    ]
 
 
 def _sampling(page: Page, *, dataset: str) -> str:

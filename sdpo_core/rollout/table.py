@@ -1,10 +1,10 @@
 """Rollout engines by name: whose weights each samples with, the module that holds it. Looking at it loads no torch."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from sdpo_core.errors import SpecError
 from sdpo_core.extras import Extra, lacks, missing
@@ -15,14 +15,26 @@ if TYPE_CHECKING:
     from sdpo_core.backends.base import Policy
     from sdpo_core.rollout.base import RolloutEngine
 
+# How far the same weights and seeds give the same rollouts again.
+Repeatability = Literal["exact", "up to rounding", "not repeatable"]
+
+
+def _exact(_spec: CellSpec) -> Repeatability:
+    return "exact"
+
+
+def _as_served(spec: CellSpec) -> Repeatability:
+    return "up to rounding" if spec.sglang.deterministic else "not repeatable"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineEntry:
-    """`backends`: those whose students it can sample from; None: any."""
+    """`backends`: those whose students it can sample from; None: any. `repeats`: on a CPU."""
 
     module: str
     backends: tuple[str, ...] | None = None
     extra: Extra | None = None
+    repeats: Callable[[CellSpec], Repeatability] = _exact
 
 
 SGLANG = Extra(name="sglang", module="sglang", install="make sglang-env", is_there=is_available)
@@ -30,7 +42,7 @@ SGLANG = Extra(name="sglang", module="sglang", install="make sglang-env", is_the
 ENGINES: Mapping[str, EngineEntry] = {
     "local": EngineEntry(module="sdpo_core.rollout.local", backends=("hf",)),
     "replica": EngineEntry(module="sdpo_core.rollout.replica"),
-    "sglang": EngineEntry(module="sdpo_core.rollout.sglang", extra=SGLANG),
+    "sglang": EngineEntry(module="sdpo_core.rollout.sglang", extra=SGLANG, repeats=_as_served),
 }
 
 
@@ -56,6 +68,11 @@ def engine(spec: CellSpec) -> EngineModule:
     check_engine(spec.engine, backend=spec.backend)
     module: EngineModule = importlib.import_module(ENGINES[spec.engine].module)
     return module
+
+
+def repeatability(spec: CellSpec, *, gpus: int) -> Repeatability:
+    """Of a cell's rollouts, as its result names it: sums on a GPU need not be taken in one order."""
+    return "not repeatable" if gpus else ENGINES[spec.engine].repeats(spec)
 
 
 def check_engine(name: str, *, backend: str) -> None:

@@ -349,6 +349,8 @@ def test_plan_says_what_is_to_be_placed_and_run_what_is_to_be_installed(
     monkeypatch.setattr(extras, "is_installed", lambda _: False)
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine, "gpus", lambda: 0)
+    python = home.with_name("python")
+    monkeypatch.setenv("SDPO_SGLANG_PYTHON", str(python))
     arguments = ("e020", "--datasets", "sciknoweval-physics,toolalpaca-real", "--seeds", "42", "--arms", "grpo")
     result = sdpo("plan", *arguments)
     assert result.exit_code == 0, result.output
@@ -358,9 +360,11 @@ def test_plan_says_what_is_to_be_placed_and_run_what_is_to_be_installed(
         sdpo("run", *arguments),
         "profile qwen3-4b-2gpu: got a machine without 4 cores, 2 GPUs, extra megatron (install it: .venv/bin/pip",
         ", extra transformer_engine (install it: ",
+        ", extra sglang (install it: make sglang-env)",
     )
     assert not (home / "bases").exists()
     monkeypatch.setattr(extras, "is_installed", lambda _: True)
+    python.touch()
     _refused(sdpo("run", *arguments), "got a machine without 4 cores, 2 GPUs, expected all that its cells need.")
     (home / "models" / "Qwen3-4B").mkdir(parents=True)
     assert "its base model is not made yet" in sdpo("plan", *arguments).stdout

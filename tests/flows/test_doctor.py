@@ -36,7 +36,7 @@ def test_doctor_says_what_each_profile_lacks(tmp_path: Path, monkeypatch: pytest
     assert findings["extra transformer_engine"].advice.endswith("(for smoke-megatron-2gpu, qwen3-4b-2gpu)")
     assert findings["profile tiny-megatron-tp2"].state == "runs here"
     qwen = findings["profile qwen3-4b-2gpu"]
-    assert qwen.state == "lacks 4 cores, 2 GPUs, extra transformer_engine, model qwen3-4b"
+    assert qwen.state == "lacks 4 cores, 2 GPUs, extra transformer_engine, extra sglang, model qwen3-4b"
     assert qwen.advice.endswith(f"; place the model at {tmp_path / 'models' / 'Qwen3-4B'}")
     sglang = findings["profile smoke-sglang"]
     assert (sglang.state, sglang.advice) == ("lacks extra sglang", "make sglang-env")

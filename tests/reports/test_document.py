@@ -4,6 +4,7 @@ After a change that is meant, look at the difference and write the expected page
 `UPDATE_GOLDEN=1 pytest tests/reports/test_document.py`.
 """
 
+import itertools
 import os
 import re
 from dataclasses import replace
@@ -54,6 +55,23 @@ def test_page_of_one_seed_has_no_sd(tmp_path: Path, cell_spec: CellSpec) -> None
 
 def test_page_of_many_kinds_of_arms(tmp_path: Path, cell_spec: CellSpec) -> None:
     check_golden("results-variants.expected", synthetic(tmp_path, cell_spec, arms=VARIANTS, seeds=(42,)))
+
+
+def test_page_says_where_rollouts_do_not_repeat(tmp_path: Path, cell_spec: CellSpec) -> None:
+    page = synthetic(tmp_path, cell_spec, seeds=(42,)).page()
+    assert "Rollouts are" not in render(page)
+    kinds = ("exact", "not repeatable", "up to rounding", "not repeatable")
+    cells = tuple(
+        replace(cell, environment={**cell.environment, "rollouts": kind})
+        for cell, kind in zip(page.cells, itertools.cycle(kinds), strict=False)
+    )
+    text = render(replace(page, cells=cells))
+    assert (
+        "- Rollouts are not repeatable or up to rounding (see Environment): trained again with the same seeds" in text
+    )
+    assert "| rollouts | `exact` (" in text
+    exact = tuple(replace(cell, environment={**cell.environment, "rollouts": "exact"}) for cell in page.cells)
+    assert "Rollouts are" not in render(replace(page, cells=exact))
 
 
 def test_page_takes_no_teachers_base_for_the_students(tmp_path: Path, cell_spec: CellSpec) -> None:

@@ -7,9 +7,9 @@ import pytest
 from sdpo_core.errors import SpecError
 from sdpo_core.extras import Extra
 from sdpo_core.rollout import table
-from sdpo_core.rollout.table import EngineModule, check_engine, engine, engine_faults
+from sdpo_core.rollout.table import EngineModule, Repeatability, check_engine, engine, engine_faults, repeatability
 from sdpo_core.sglang.address import external_servers
-from sdpo_core.specs import CellSpec
+from sdpo_core.specs import CellSpec, SglangSpec
 
 
 def test_local_samples_from_hf_alone(cell_spec: CellSpec) -> None:
@@ -38,6 +38,23 @@ def test_sglang_needs_its_environment_or_an_address(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("SDPO_SGLANG_URL")
     (tmp_path / "python").touch()
     check_engine("sglang", backend="hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_deterministic", "expected"),
+    [
+        ("local", False, "exact"),
+        ("replica", False, "exact"),
+        ("sglang", True, "up to rounding"),
+        ("sglang", False, "not repeatable"),
+    ],
+)
+def test_rollouts_repeat_as_far_as_engine_and_device_let_them(
+    cell_spec: CellSpec, name: str, is_deterministic: bool, expected: Repeatability
+) -> None:
+    spec = cell_spec.model_copy(update={"engine": name, "sglang": SglangSpec(deterministic=is_deterministic)})
+    assert repeatability(spec, gpus=0) == expected
+    assert {repeatability(spec, gpus=count) for count in (1, 2)} == {"not repeatable"}
 
 
 def test_unknown_engine_names_the_known_ones() -> None:
