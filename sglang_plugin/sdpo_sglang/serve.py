@@ -27,6 +27,9 @@ def prepare() -> None:
 
     if not torch.cuda.is_available():
         os.environ["SGLANG_PLATFORM"] = "sdpo_plain_cpu"
+        # When a scheduler has died, SGLang waits 5 s to dump what hangs on a GPU, and ends only then.
+        os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "false")
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "false")
 
 
 def require_free_port(flags: list[str]) -> None:
