@@ -12,6 +12,8 @@ import psutil
 from sdpo_core.algorithm_specs import TeacherSpec
 from sdpo_core.backends.base import TeacherQuestion, TeacherScores, TokenRow, WeightsAt
 from sdpo_core.journal import Journal
+from sdpo_core.sglang.client import SglangClient
+from sdpo_core.sglang.transport import Limits
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.served import ServedScorer
 from sdpo_core.workers import TeacherWorker
@@ -22,6 +24,8 @@ VOCAB = 259
 K = 5
 # Both sides run in float32, with sums in another order; the servers' own tests find up to 4.1e-6.
 TOLERANCE = 1e-5
+# Of servers that are killed: a cell's own limits hope for 10 s that they come back.
+IMPATIENT = Limits(stall_seconds=2.0, health_seconds=3.0, attempts=3, retry_seconds=5.0)
 
 
 def served_spec(spec: CellSpec) -> CellSpec:
@@ -38,16 +42,25 @@ def ema_spec(spec: CellSpec) -> CellSpec:
 
 @contextmanager
 def served_teacher(
-    spec: CellSpec, *, folder: Path, scratch: Path, weights: Path | None = None, sha256: str | None = None
+    spec: CellSpec,
+    *,
+    folder: Path,
+    scratch: Path,
+    weights: Path | None = None,
+    sha256: str | None = None,
+    limits: Limits | None = None,
 ) -> Iterator[TeacherWorker]:
     """A teacher with its server, which ends with the block."""
     life, at = spec.teacher, WeightsAt(folder=folder, weights=weights, sha256=sha256)
     assert life is not None
     worker = TeacherWorker(spec, life=life, at=at, device="cpu", where="sglang", scratch=scratch)
+    scorer = scorer_of(worker)
+    if limits is not None:
+        scorer._client = SglangClient([scorer._endpoint()], limits=limits)
     try:
         yield worker
     finally:
-        scorer_of(worker).close()
+        scorer.close()
 
 
 def trainer_teacher(spec: CellSpec, *, folder: Path, weights: Path | None = None) -> TeacherWorker:
@@ -132,3 +145,9 @@ def _is_running(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def scheduler_of(processes: Sequence[psutil.Process]) -> psutil.Process:
+    """The one of a server that runs its model."""
+    (found,) = [process for process in processes if "scheduler" in "".join(process.cmdline()[:1])]
+    return found

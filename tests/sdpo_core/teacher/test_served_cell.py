@@ -16,8 +16,10 @@ from sdpo_core.specs import CellSpec
 from sdpo_core.workers import StudentWorker, TeacherWorker
 from tests.sdpo_core.micro import Base, grade_first_letter, make_cell, make_spec, plain_workers
 from tests.sdpo_core.teacher.serving import (
+    IMPATIENT,
     largest_change,
     running,
+    scheduler_of,
     scorer_of,
     served_spec,
     served_teacher,
@@ -33,7 +35,7 @@ STEPS = 3
 
 @contextmanager
 def served_workers(spec: CellSpec, *, folder: Path, scratch: Path) -> Iterator[tuple[Workers, TeacherWorker]]:
-    with served_teacher(spec, folder=folder, scratch=scratch) as teacher:
+    with served_teacher(spec, folder=folder, scratch=scratch, limits=IMPATIENT) as teacher:
         yield Workers(student=StudentWorker(spec, folder=folder, device="cpu"), teacher=teacher), teacher
 
 
@@ -50,7 +52,7 @@ def at_grade(number: int, act: Callable[[], None]) -> Callable[[Problem, str, bo
 
 
 def test_cell_trains_as_with_its_teacher_in_the_trainer(cell_spec: CellSpec, base: Base, tmp_path: Path) -> None:
-    """The server is killed after the second step: a new one has the EMA of the last commit. Losses stay the same."""
+    """Its scheduler is killed after the second step: a new one has the EMA of the last commit. Losses stay the same."""
     plain = make_spec(cell_spec, arm="sdpo-ema", training={"steps": STEPS})
     journals = {name: Journal(tmp_path / name) for name in ("trainer", "sglang")}
     workers = plain_workers(plain, folder=base.folder)
@@ -59,13 +61,12 @@ def test_cell_trains_as_with_its_teacher_in_the_trainer(cell_spec: CellSpec, bas
     with served_workers(spec, folder=base.folder, scratch=tmp_path / "scratch") as (workers, teacher):
         before = scorer_of(teacher).server.processes()
 
-        def kill() -> None:
-            for process in before:
-                process.kill()
-
         # 6 answers to dev before the first step, 6 rollouts a step, and 6 answers to dev after the second.
-        grade = at_grade(6 + 2 * 6 + 6 + 1, kill)
+        grade = at_grade(6 + 2 * 6 + 6 + 1, scheduler_of(before).kill)
         make_cell(spec, journal=journals["sglang"], workers=workers, text=base.text, grade=grade).run()
+        after = scorer_of(teacher).server.processes()
+        assert {process.pid for process in before}.isdisjoint(process.pid for process in after)
+        assert len(after) >= 4
         assert running(before) == []
     change, where = largest_change(journals["sglang"], journals["trainer"])
     assert change <= TOLERANCE, where
