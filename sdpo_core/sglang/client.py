@@ -154,7 +154,7 @@ class SglangClient:
         """
         weights = f"{self._run}-{version}"
         body = {"model_path": str(folder), "weight_version": weights, "flush_cache": True}
-        for answer in self._ask_each("/update_weights_from_disk", body=body):
+        for answer in self._ask_each("/update_weights_from_disk", body=body, seconds=self._limits.update_seconds):
             if not isinstance(answer, dict) or answer.get("success") is not True:
                 raise CellError(f"sglang server: got {answer} to an update of weights, expected success.")
         self._weights = weights
@@ -203,7 +203,7 @@ class SglangClient:
         deadline = time.monotonic() + _FLUSH_SECONDS
         while True:
             try:
-                self._ask_each("/flush_cache", body={}, is_quick=True)
+                self._ask_each("/flush_cache", body={})
             except CellError:
                 if time.monotonic() > deadline:
                     raise
@@ -219,7 +219,7 @@ class SglangClient:
         """
         # One that is asked in the middle of a request ends.
         self.flush()
-        self._ask_each("/release_memory_occupation", body={}, is_quick=True)
+        self._ask_each("/release_memory_occupation", body={})
 
     def wake(self) -> None:
         """Give the memory to every server again. What it holds then is no model: send weights before you ask.
@@ -227,7 +227,7 @@ class SglangClient:
         Raises:
             CellError: one does not take it.
         """
-        self._ask_each("/resume_memory_occupation", body={}, is_quick=True)
+        self._ask_each("/resume_memory_occupation", body={})
 
     def pause(self) -> None:
         """Stop generating; what is under way waits."""
@@ -242,14 +242,12 @@ class SglangClient:
         for server in self._servers:
             server.transport.abort()
 
-    def _ask_each(self, path: str, *, body: Mapping[str, Any] | None = None, is_quick: bool = False) -> list[Any]:
-        """`is_quick`: the answer takes no longer than that of /health, or the server hangs."""
-        transports = [server.transport for server in self._servers]
-        for transport in transports:
-            transport.take_up()
-        if is_quick:
-            limits = replace(self._limits, read_seconds=self._limits.health_seconds)
-            transports = [Transport(one.endpoint, limits=limits, seed=self._seed) for one in transports]
+    def _ask_each(self, path: str, *, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> list[Any]:
+        """`seconds`: longest that an attempt waits for the answer, that of /health where nothing is said."""
+        limits = replace(self._limits, read_seconds=seconds or self._limits.health_seconds)
+        for server in self._servers:
+            server.transport.take_up()
+        transports = [Transport(one.transport.endpoint, limits=limits, seed=self._seed) for one in self._servers]
         with ThreadPoolExecutor(len(transports)) as pool:
             asked = [pool.submit(transport.call, path, body=body) for transport in transports]
         try:

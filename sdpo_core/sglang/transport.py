@@ -41,13 +41,15 @@ class Endpoint:
 class Limits:
     """How long to wait, and how often to try.
 
-    `read_seconds`: for an answer, longer than the longest response takes. Where no answer at all has come in for
-    `stall_seconds`, /health has `health_seconds` to answer, twice (SGLang itself takes 20 s to find that it hangs).
+    `read_seconds`: for an answer, longer than the longest response takes; `update_seconds`: for new weights. Where no
+    answer at all has come in for `stall_seconds`, /health has `health_seconds` to answer, twice (SGLang itself takes
+    20 s to find that it hangs).
     No attempt of a request starts later than `retry_seconds` after its first one has failed.
     """
 
     connect_seconds: float = 5.0
     read_seconds: float = 1800.0
+    update_seconds: float = 300.0
     stall_seconds: float = 30.0
     health_seconds: float = 25.0
     attempts: int = 7

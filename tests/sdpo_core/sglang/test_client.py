@@ -322,6 +322,22 @@ def test_update_that_one_server_refuses_fails(tmp_path) -> None:
             client.update_from_folder(tmp_path, version=1)
 
 
+def test_update_of_a_hanging_server_ends_in_time(tmp_path, gate: threading.Event) -> None:
+    """Not after the 20 s that a response may take; a second attempt would start too late."""
+
+    def answer(_: Call) -> Reply:
+        gate.wait(15)
+        return as_json({"success": True})
+
+    with Proxy(answer) as proxy:
+        client = client_of(proxy, limits=replace(QUICK, update_seconds=0.6, retry_seconds=0.3))
+        before = time.monotonic()
+        with pytest.raises(CellError, match=r"update_weights_from_disk.*Look at the server's log"):
+            client.update_from_folder(tmp_path, version=1)
+        assert 0.5 < time.monotonic() - before < 4
+        gate.set()
+
+
 def test_flush_is_asked_again_while_the_server_is_busy() -> None:
     replies = iter([Reply(status=400), Reply(status=400), Reply(body=b"Cache flushed.")])
     with Proxy(lambda _: next(replies)) as proxy:
