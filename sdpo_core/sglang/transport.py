@@ -6,8 +6,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -74,7 +74,8 @@ class Transport:
         self._limits = limits
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._open: set[http.client.HTTPConnection] = set()
+        # Not the connections: they let go of a socket whose answer has begun.
+        self._open: set[socket.socket] = set()
         self._names: set[str] = set()
         self._given_up = threading.Event()
         self.why = ""
@@ -106,10 +107,9 @@ class Transport:
         self.why = why
         self._given_up.set()
         with self._lock:
-            for connection in self._open:
-                if connection.sock is not None:
-                    with suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+            for link in self._open:
+                with suppress(OSError):
+                    link.shutdown(socket.SHUT_RDWR)
 
     def take_up(self) -> None:
         """Calls are made again."""
@@ -121,8 +121,8 @@ class Transport:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a named request is under way."""
-        return bool(self._names)
+        """Whether a request is under way."""
+        return bool(self._open)
 
     def is_healthy(self) -> bool:
         """Whether the server generates: one attempt, whatever else is under way or given up."""
@@ -155,15 +155,12 @@ class Transport:
         parts = urlsplit(self.endpoint.url)
         connection = _CONNECTIONS[parts.scheme](str(parts.hostname), parts.port, timeout=self._limits.connect_seconds)
         try:
-            if not is_check:
-                with self._lock:
-                    self._open.add(connection)
-            status, text = self._exchange(connection, path, payload, read_seconds=read_seconds, is_check=is_check)
+            connection.connect()
+            with self._noted(connection.sock) if not is_check else nullcontext():
+                status, text = self._exchange(connection, path, payload, read_seconds=read_seconds)
         except (OSError, http.client.HTTPException) as error:
             raise _PassingError(f"{type(error).__name__} ({error})") from None
         finally:
-            with self._lock:
-                self._open.discard(connection)
             connection.close()
         if status in _TRANSIENT:
             raise _PassingError(f"HTTP {status} ({self._shown(text)})")
@@ -178,18 +175,22 @@ class Transport:
         except ValueError:
             raise _PassingError(f"{len(text)} bytes that are no JSON") from None
 
+    @contextmanager
+    def _noted(self, link: socket.socket) -> Iterator[None]:
+        """`give_up` ends what `link` brings while the block lasts."""
+        with self._lock:
+            self._open.add(link)
+        try:
+            if self._given_up.is_set():
+                raise OSError("given up")
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(link)
+
     def _exchange(
-        self,
-        connection: http.client.HTTPConnection,
-        path: str,
-        payload: bytes | None,
-        *,
-        read_seconds: float,
-        is_check: bool,
+        self, connection: http.client.HTTPConnection, path: str, payload: bytes | None, *, read_seconds: float
     ) -> tuple[int, bytes]:
-        connection.connect()
-        if self._given_up.is_set() and not is_check:
-            raise OSError("given up")
         connection.sock.settimeout(read_seconds)
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.endpoint.token is not None:

@@ -23,11 +23,12 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What goes out. `is_cut`: the connection ends in the middle of `body`."""
+    """What goes out. `is_cut`: the connection ends in the middle of `body`; `rest`: the second half waits for it."""
 
     status: int = 200
     body: bytes = b""
     is_cut: bool = False
+    rest: threading.Event | None = None
 
 
 Answerer = Callable[[Call], Reply]
@@ -64,7 +65,12 @@ class Proxy:
                 self.send_response(reply.status)
                 self.send_header("Content-Length", str(len(reply.body)))
                 self.end_headers()
-                self.wfile.write(reply.body[: len(reply.body) // 2] if reply.is_cut else reply.body)
+                half = len(reply.body) // 2
+                self.wfile.write(reply.body[:half])
+                if reply.rest is not None:
+                    reply.rest.wait(15)
+                if not reply.is_cut:
+                    self.wfile.write(reply.body[half:])
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True

@@ -146,6 +146,33 @@ def test_hanging_server_is_given_up_in_time(gate: threading.Event) -> None:
     assert all(isinstance(one, Failure) and "no answer in 0 s, and no health" in one.reason for one in found)
 
 
+def test_server_that_hangs_while_it_runs_prompts_is_given_up_in_time(gate: threading.Event) -> None:
+    """Then no request for a response is under way yet."""
+
+    def answer(_: Call) -> Reply:
+        gate.wait(15)
+        return Reply(status=503)
+
+    with Proxy(answer, is_well=False) as proxy:
+        before = time.monotonic()
+        found = client_of(proxy).generate(ask_for(6, prompts=2))
+        assert time.monotonic() - before < 4
+        gate.set()
+    assert all(isinstance(one, Failure) and "no health" in one.reason for one in found)
+
+
+def test_server_that_hangs_in_the_middle_of_an_answer_is_given_up_in_time(gate: threading.Event) -> None:
+    def answer(call: Call) -> Reply:
+        return replace(right(call), rest=gate) if call.path == "/generate" else Reply(status=503)
+
+    with Proxy(answer, is_well=False) as proxy:
+        before = time.monotonic()
+        found = client_of(proxy).generate(ask_for(3))
+        assert time.monotonic() - before < 4
+        gate.set()
+    assert all(isinstance(one, Failure) and "no health" in one.reason for one in found)
+
+
 def test_slow_server_that_is_well_is_waited_for(gate: threading.Event) -> None:
     def answer(call: Call) -> Reply:
         if call.path == "/generate":
