@@ -1,7 +1,7 @@
 """Whether a server answers scores: the question that tells a server with the hooks of sglang_plugin from any other."""
 
 import base64
-import http
+import http.client
 import json
 import struct
 import urllib.error
@@ -41,14 +41,18 @@ def is_ready(url: str, *, token: str) -> bool:
     """
     try:
         _ask(f"{url}/health", token=token)
-        meta = json.loads(_ask(f"{url}/generate", token=token, body=_QUESTION))["meta_info"]
+        answer = _ask(f"{url}/generate", token=token, body=_QUESTION)
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.BAD_REQUEST:
             raise CellError(f"{_OTHER_HOOKS} It said: {error.read().decode(errors='replace')[:300]}") from error
         return False
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
-    if base64.b64decode(meta["input_top_logprobs_idx_flat_b64"]) != struct.pack(f"<{len(_IDS)}i", *_IDS):
+    try:
+        ids = base64.b64decode(json.loads(answer)["meta_info"]["input_top_logprobs_idx_flat_b64"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CellError(f"{_OTHER_HOOKS} It has no ids ({error!r}).") from error
+    if ids != struct.pack(f"<{len(_IDS)}i", *_IDS):
         raise CellError(_OTHER_HOOKS)
     return True
 
