@@ -45,7 +45,7 @@ class TileBackward:
     def write(self, gradients: RowGradients, *, to: Targets) -> None:
         """Write the gradients that the small ones imply."""
         head = self._head
-        hidden = None if to.hidden is None else torch.zeros_like(to.hidden, dtype=self._dtype)
+        hidden = None if to.hidden is None else _sums(to.hidden, dtype=self._dtype).zero_()
         for target in (to.weight, to.bias):
             if target is not None:
                 target[head.width :] = 0.0
@@ -65,7 +65,7 @@ class TileBackward:
             for target, sums in ((to.weight, weight), (to.bias, bias)):
                 if target is not None and sums is not None and sums.dtype != target.dtype:
                     target[columns] = sums.to(target.dtype)
-        if to.hidden is not None and hidden is not None:
+        if to.hidden is not None and hidden is not None and hidden is not to.hidden:
             to.hidden.copy_(hidden)
 
     def _slope(
