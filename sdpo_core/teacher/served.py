@@ -187,7 +187,7 @@ class ServedScorer:
 
     def facts(self) -> WorkerFacts:
         """Digest of the weights that were given to the server, read anew, and the canary shows that it has them."""
-        self._check_canary()
+        self._ensure()
         return WorkerFacts(pid=os.getpid(), weights_sha256=self._weights.digest(), memory_kind=memory_kind(_CPU))
 
     def peak_memory_bytes(self) -> int:
@@ -237,17 +237,20 @@ class ServedScorer:
         return teacher_scores(question, answer, support=support)
 
     def _publish(self) -> None:
-        folder = self._weights.publish()
+        self._ensure(sent=self._weights.publish())
+        self._weights.keep_last()
+
+    def _ensure(self, *, sent: Path | None = None) -> None:
+        """Have the server read `sent`, and check the canary; with a new server where this one has died or hangs."""
         try:
-            self._client.update_from_folder(folder, version=self._weights.version)
+            if sent is not None:
+                self._client.update_from_folder(sent, version=self._weights.version)
+            self._check_canary()
         except CellError as error:
             if self._is_well():
                 raise
             _log.warning("%s", error)
             self._restart()
-        else:
-            self._check_canary()
-        self._weights.keep_last()
 
     def _is_well(self) -> bool:
         return self.server.is_alive() and all(self._client.health())

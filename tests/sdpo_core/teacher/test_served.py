@@ -160,8 +160,8 @@ def test_ema_is_the_trainers_over_three_commits(cell_spec: CellSpec, base: Base,
 def test_server_comes_back_with_the_weights_it_had_or_not_at_all(
     cell_spec: CellSpec, base: Base, tmp_path: Path
 ) -> None:
-    """A checkpoint's weights over its base. The server hangs and is replaced; it dies, and what it would read again has
-    changed by then.
+    """A checkpoint's weights over its base. The server hangs and is replaced; it dies and is replaced; it dies again,
+    and what it would read has changed by then.
     """
     model = load_model(base.folder)
     model.blend({name: value + 0.1 for name, value in model.weights().items()}, rate=1.0)
@@ -183,6 +183,12 @@ def test_server_comes_back_with_the_weights_it_had_or_not_at_all(
         scheduler_of(before).suspend()
         assert largest_gap(served.score(asked, support="union", top_k=K), wanted) <= TOLERANCE
         assert running(before) == []
+
+        # A cell asks for the facts of its workers at its end.
+        for process in scorer.server.processes():
+            process.kill()
+        assert served.facts().weights_sha256 == digest
+        assert largest_gap(served.score(asked, support="union", top_k=K), wanted) <= TOLERANCE
 
         path = tmp_path / "scratch" / "start" / WEIGHTS_FILE
         save_file({name: value * 1.01 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
