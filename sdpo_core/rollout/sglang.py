@@ -79,6 +79,8 @@ class SglangEngine:
             DataError: a request does not fit the model, or an answer its request.
             CellError: servers hold other weights, or cannot be brought back.
         """
+        if not requests:
+            return ()
         self._check_lengths(requests, sampling=sampling)
         if self._version != self._policy.weights_version():
             self._follow([request.prompt_ids for request in requests])
@@ -91,7 +93,7 @@ class SglangEngine:
 
     def _check_lengths(self, requests: Sequence[RolloutRequest], *, sampling: Sampling) -> None:
         positions = self._spec.base.shape.max_positions
-        longest = max((len(request.prompt_ids) for request in requests), default=0) + sampling.max_response_tokens
+        longest = max(len(request.prompt_ids) for request in requests) + sampling.max_response_tokens
         if longest > positions:
             raise DataError(
                 f"SglangEngine.generate: got a sequence of {longest} tokens, expected at most {positions}. "

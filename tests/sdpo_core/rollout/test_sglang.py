@@ -192,6 +192,10 @@ def test_request_that_cannot_fit_is_refused(engine: SglangEngine) -> None:
         engine.generate([request], sampling=Sampling(temperature=1.0, max_response_tokens=7))
 
 
+def test_no_requests_are_answered_by_no_rollouts(engine: SglangEngine) -> None:
+    assert engine.generate([], sampling=SAMPLING) == ()
+
+
 def test_engine_follows_every_update(engine: SglangEngine, policy: ModelPolicy) -> None:
     """After each update rollouts name the version, and have its log-probabilities, which the one before has not."""
     for version in range(3):
