@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sdpo_core.errors import CellError, DataError
+from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.sglang.transport import Endpoint, Limits, Transport, UnreachableError
 from sdpo_core.sglang.wire import (
     GenerateAnswer,
@@ -324,7 +324,7 @@ class _Batch(Generic[Answer]):
         server = self._reserve(sum(self._jobs[index].tokens for index in group), tried=set())
         if server is not None and len(group) > 1:
             # Nothing depends on it but time: without it each of them runs the prompt, or fails for itself.
-            with suppress(UnreachableError, DataError):
+            with suppress(UnreachableError, DataError, SpecError):
                 server.transport.call(_GENERATE, body=prefill_body(self._jobs[group[0]].prompt))
         for index in group[1:]:
             with suppress(RuntimeError):  # The call has ended with an error.

@@ -86,6 +86,7 @@ class Transport:
         Raises:
             UnreachableError: no attempt got an answer, or `give_up` was called.
             DataError: the server refuses the request.
+            SpecError: it refuses the token.
         """
         deadline = float("inf")
         for attempt in range(1, self._limits.attempts + 1):
@@ -126,7 +127,7 @@ class Transport:
 
     def is_healthy(self) -> bool:
         """Whether the server generates: one attempt, whatever else is under way or given up."""
-        with suppress(_PassingError, DataError):
+        with suppress(_PassingError, DataError, SpecError):
             self._once("/health", None, read_seconds=self._limits.health_seconds, is_check=True)
             return True
         return False
@@ -135,7 +136,7 @@ class Transport:
         """Ask the server to end the named requests under way: a favour to it, so one attempt each, and no error."""
         with self._lock:
             names = sorted(self._names)
-        with suppress(_PassingError, DataError):
+        with suppress(_PassingError, DataError, SpecError):
             for name in names:
                 self._once("/abort_request", {"rid": name}, read_seconds=_ABORT_SECONDS, is_check=True)
 

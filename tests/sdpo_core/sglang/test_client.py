@@ -281,9 +281,21 @@ def test_token_is_sent_and_never_shown() -> None:
     assert TOKEN not in repr(Endpoint(url=proxy.url, token=TOKEN))
 
 
-def test_refused_token_says_what_to_set() -> None:
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("count", [1, 3])
+def test_refused_token_says_what_to_set(count: int) -> None:
+    """Of one request, and of several that have their prompt run first."""
     with Proxy(lambda _: Reply(status=401)) as proxy, pytest.raises(SpecError, match="Set SDPO_SGLANG_TOKEN"):
-        client_of(proxy).generate(ask_for(1))
+        client_of(proxy).generate(ask_for(count, prompts=1))
+
+
+@pytest.mark.timeout(20)
+def test_server_whose_health_is_refused_is_not_well() -> None:
+    """What stands between may fail on one path and want another token on the other."""
+    with Proxy(lambda call: Reply(status=401 if call.path == "/health" else 503), is_well=False) as proxy:
+        (found,) = client_of(proxy).generate(ask_for(1))
+    assert isinstance(found, Failure)
+    assert "HTTP 503" in found.reason
 
 
 def test_answer_that_does_not_fit_ends_the_call() -> None:
