@@ -24,7 +24,7 @@ from sdpo_core.process_tree import (
 
 POLL_SECONDS = 0.2
 # SGLang takes 8.5 s to end by itself. It keeps nothing, so killing it loses nothing but the answers in flight.
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 0.2
 
 
 def main(arguments: list[str]) -> int:

@@ -168,7 +168,7 @@ class ManagedServer:
         self.start()
 
     def is_alive(self) -> bool:
-        """Whether it runs. It may hang all the same, and takes 5 to 6 s to end when its scheduler has died."""
+        """Whether it runs. It may hang all the same, and takes up to 6 s to end when its scheduler has died."""
         return self._guard is not None and not _has_ended(self._guard)
 
     def processes(self) -> tuple[psutil.Process, ...]:
@@ -236,7 +236,9 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 def _flags(spec: ServerSpec, *, port: int) -> list[str]:
     flags = ["--model-path", str(spec.model), "--host", HOST, "--port", str(port), "--device", spec.device]
-    flags += ["--dtype", spec.dtype, "--max-total-tokens", str(spec.max_total_tokens), "--random-seed", "0"]
+    flags += ["--dtype", spec.dtype, "--max-total-tokens", str(spec.max_total_tokens)]
+    # Not deterministic, it draws from one stream of its own, which neither servers nor cells nor starts may share.
+    flags += ["--random-seed", str(secrets.randbelow(2**31))]
     flags += ["--context-length", str(_num_positions(spec.model) + _RESERVED_POSITIONS)]
     # No grammar is ever asked for, an idle scheduler would take most of a core, and a line a request fills the log.
     flags += ["--grammar-backend", "none", "--sleep-on-idle", "--skip-server-warmup", "--log-level-http", "warning"]
