@@ -1,5 +1,6 @@
 """Where the servers of a student on GPUs start, on a machine without any."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,10 @@ def test_servers_of_a_gpu_start_where_the_student_is(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two of them beside a student of one process: what they would be started with, on a machine without a GPU."""
+    """Two of them beside a student of one process: what they would be started with, on a machine without a GPU.
+
+    They are not deterministic there: with one seed for both, they would draw the same numbers.
+    """
     lines, python = tmp_path / "lines", tmp_path / "python"
     lines.touch()
     python.write_text(FAKE_PYTHON.format(lines=lines))
@@ -80,3 +84,4 @@ def test_servers_of_a_gpu_start_where_the_student_is(
             "--mem-fraction-static 0.4",
         ):
             assert f" {flags}" in line
+    assert len({re.findall(r" --random-seed (\d+) ", line)[0] for line in found}) == 2
