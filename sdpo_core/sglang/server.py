@@ -29,6 +29,8 @@ HOST = "127.0.0.1"
 # The guard gives the server its grace and then kills.
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.2
+# On a GPU weights come from a cold disk, kernels are compiled and graphs captured. One that ends is noticed at once.
+_START_SECONDS = {"cpu": 180.0, "cuda": 1200.0}
 _PORT_TRIES = 3
 _SHOWN_LINES = 4
 # SGLang takes no input within 6 tokens of its context; one that fills the model's positions can be scored all the same.
@@ -95,7 +97,8 @@ class ManagedServer:
     """One server. A context manager: entering waits until it serves, leaving ends all of its processes.
 
     `url` changes with every start, `token` does not; every request carries it as bearer. `log_path` gets the output of
-    all starts. Not for several threads at once.
+    all starts. `start_seconds`: longest that one takes (None: 3 minutes on a CPU, 20 on a GPU). Not for several threads
+    at once.
     """
 
     def __init__(
@@ -103,11 +106,11 @@ class ManagedServer:
         spec: ServerSpec,
         *,
         folder: Path,
-        start_seconds: float = 180.0,
+        start_seconds: float | None = None,
         reserve: Callable[[], socket.socket] = reserve_port,
     ) -> None:
         self._spec = spec
-        self._start_seconds = start_seconds
+        self._start_seconds = _START_SECONDS[spec.device] if start_seconds is None else start_seconds
         self._reserve = reserve
         self.log_path = folder / "server.log"
         self.token = secrets.token_hex(16)
