@@ -102,11 +102,16 @@ class TeacherWorker:
         torch.set_num_threads(spec.threads_per_worker)
         self._scorer = placement(where).load_scorer(spec, life=life, at=at, device=device, scratch=scratch)
         self._rate = commit_rate(life)
+        self._makes_room = spec.sglang.sleep
 
     def score(
         self, questions: Sequence[TeacherQuestion], *, support: Support | None, top_k: int
     ) -> tuple[TeacherScores | TeacherFailure, ...]:
-        return self._scorer.score(questions, support=support, top_k=top_k)
+        found = self._scorer.score(questions, support=support, top_k=top_k)
+        if self._makes_room:
+            # What torch keeps on a GPU for later is what servers that sleep want back.
+            torch.cuda.empty_cache()
+        return found
 
     def projection(self) -> Projection:
         return self._scorer.projection()

@@ -8,6 +8,7 @@ under way, so a rollout is of one version. Servers that sleep between two sampli
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from sdpo_core.backends.base import Policy
@@ -84,8 +85,10 @@ class SglangEngine:
         self._check_lengths(requests, sampling=sampling)
         if self._version != self._policy.weights_version():
             self._follow([request.prompt_ids for request in requests])
-        elif self.servers is not None:
-            self.servers.wake()
+        else:
+            self._make_room()
+            if self.servers is not None:
+                self.servers.wake()
         found = [() if self.servers is None else self._sample(self.servers, requests, sampling=sampling)]
         if self._group is not None:
             dist.broadcast_object_list(found, src=0, group=self._group)
@@ -105,9 +108,17 @@ class SglangEngine:
         room = self._spec.base.shape.max_positions - RESPONSE_TOKENS
         canary = canary_rows([prompt[-room:] for prompt in prompts], vocab=self._text.vocab_size)
         publication = publish(self._policy, canary=canary)
+        self._make_room()
         if self.servers is not None:
             self.servers.publish(publication)
         self._version = publication.version
+
+    def _make_room(self) -> None:
+        """In every process, before servers that sleep want the memory that torch keeps on a GPU for later."""
+        if self._spec.sglang.sleep:
+            torch.cuda.empty_cache()
+            if self._group is not None:
+                dist.barrier(group=self._group)
 
     def _sample(
         self, servers: Servers, requests: Sequence[RolloutRequest], *, sampling: Sampling

@@ -10,7 +10,7 @@ from sdpo_core.algorithm_specs import TeacherSpec
 from sdpo_core.backends.base import Projection, TeacherQuestion, WeightsAt
 from sdpo_core.backends.hf_model import weights_sha256
 from sdpo_core.cell import Workers
-from sdpo_core.specs import CellSpec
+from sdpo_core.specs import CellSpec, SglangSpec
 from sdpo_core.workers import StudentWorker, TeacherWorker
 from tests.sdpo_core.micro import Base, load_model, make_spec, plain_workers, ragged_rows
 
@@ -35,6 +35,19 @@ def test_teacher_takes_a_checkpoints_weights_over_its_base(
     assert teacher.facts().weights_sha256 == weights_sha256(weights)
     for part in teacher._scorer._parts:  # type: ignore[attr-defined]
         assert all(torch.equal(value, weights[name]) for name, value in part.model.weights().items())
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_teacher_leaves_a_gpu_to_servers_that_sleep(
+    cell_spec: CellSpec, base: Base, monkeypatch: pytest.MonkeyPatch, sleep: bool
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("room"))
+    spec = make_spec(cell_spec, arm="sdpo-static").model_copy(update={"sglang": SglangSpec(sleep=sleep)})
+    assert spec.teacher is not None
+    teacher = TeacherWorker(spec, life=spec.teacher, at=WeightsAt(folder=base.folder), device="cpu")
+    teacher.score([TeacherQuestion(row=ragged_rows()[0])], support=None, top_k=0)
+    assert calls == ["room"] * sleep
 
 
 class Counting(TeacherWorker):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from sdpo_core.backends.base import TokenRow
 from sdpo_core.backends.policy import ModelPolicy
@@ -124,6 +125,25 @@ def test_each_waking_has_the_policys_weights(engine: SglangEngine, policy: Model
         for rollout, score in zip(found, policy.score(rows, top_k=0), strict=True):
             np.testing.assert_allclose(rollout.sampling_logps, score.logps, rtol=0, atol=1e-5)
     assert sendings == [policy.weights_version() - 1, policy.weights_version()]
+
+
+def test_room_is_made_on_the_gpu_before_each_waking(
+    engine: SglangEngine, policy: ModelPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch keeps what training has used; a server that wakes beside it would find no memory."""
+    happened: list[str] = []
+    client, wake = servers(engine).client, servers(engine).client.wake
+
+    def record() -> None:
+        happened.append("wake")
+        wake()
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("room"))
+    monkeypatch.setattr(client, "wake", record)
+    train(policy)
+    for _ in range(2):
+        engine.generate(requests(), sampling=SAMPLING)
+    assert happened == ["room", "wake"] * 2
 
 
 def test_weights_left_out_after_a_waking_stop_the_cell(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
