@@ -17,12 +17,9 @@ from sdpo_core.backends.hf_model import HfModel
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.local import LocalEngine
-from sdpo_core.rollout.publish import canary_rows, check_canary, publish
-from sdpo_core.specs import CellSpec, Dtype
+from sdpo_core.rollout.publish import TOLERANCES, canary_rows, check_canary, publish
+from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
-
-# Nats. In float32 the gap is that of sums in another order; bfloat16 keeps 8 bits of logits of about 10.
-_TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.25}
 
 
 def load_engine(
@@ -42,7 +39,7 @@ def load_engine(
         text=text,
         temperature=spec.training.temperature,
         max_tokens=spec.training.microbatch_tokens,
-        tolerance=_TOLERANCES[spec.dtype],
+        tolerance=TOLERANCES[spec.dtype],
     )
 
 

@@ -15,20 +15,18 @@ from typing import Literal
 import torch.distributed as dist
 
 from sdpo_core.errors import CellError, SpecError
-from sdpo_core.rollout.publish import Publication, check_canary
+from sdpo_core.rollout.publish import TOLERANCES, Publication, check_canary
 from sdpo_core.rollout.sglang_weights import make_weight_path
 from sdpo_core.sglang.address import external_servers
 from sdpo_core.sglang.client import Failure, SglangClient
 from sdpo_core.sglang.server import ManagedServer, ServerSpec
 from sdpo_core.sglang.transport import Endpoint, Limits
 from sdpo_core.sglang.wire import ScoreAnswer, ScoreRequest
-from sdpo_core.specs import CellSpec, Dtype
+from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
 
 _log = logging.getLogger(__name__)
 
-# Nats. In float32 the gap is that of sums in another order; bfloat16 keeps 8 bits of logits of about 10.
-_TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.25}
 _MAX_RESTARTS = 5
 _MIN_REQUESTS = 64
 _GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -191,7 +189,7 @@ class Servers:
         for index, found in enumerate(scores):
             where = f"sglang engine, server {index}"
             gaps = [score.logps for score in found]
-            check_canary(published, gaps, tolerance=_TOLERANCES[self._spec.dtype], where=where)
+            check_canary(published, gaps, tolerance=TOLERANCES[self._spec.dtype], where=where)
         # Not before: a server that is awake and holds no model would be asked.
         self._is_asleep = False
 

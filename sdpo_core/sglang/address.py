@@ -21,8 +21,11 @@ def external_servers() -> tuple[Endpoint, ...]:
 
 def is_available() -> bool:
     """Whether there is a server, or an environment to start one from."""
-    if external_servers():
-        return True
+    return bool(external_servers()) or has_environment()
+
+
+def has_environment() -> bool:
+    """Whether a server can be started here."""
     try:
         find_python()
     except SpecError:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from sdpo_core.algorithm_specs import Support, TeacherSpec
-from sdpo_core.errors import SpecError
 from sdpo_core.extras import Extra
-from sdpo_core.sglang.server import find_python
+from sdpo_core.sglang.address import has_environment
 
 if TYPE_CHECKING:
     from sdpo_core.backends.base import ScoringModel, WeightsAt
@@ -30,14 +29,6 @@ class PlacementEntry:
     extra: Extra | None = None
 
 
-def _has_python() -> bool:
-    try:
-        find_python()
-    except SpecError:
-        return False
-    return True
-
-
 PLACEMENTS: Mapping[TeacherPlacement, PlacementEntry] = {
     "trainer": PlacementEntry(
         module="sdpo_core.teacher.in_trainer", lacks_support={}, lacks_schedule={}, is_one_process=False
@@ -47,7 +38,7 @@ PLACEMENTS: Mapping[TeacherPlacement, PlacementEntry] = {
         lacks_support={"full": "the server gives no hidden states"},
         lacks_schedule={"trust_region": "the server holds one model, not a mixture of two"},
         is_one_process=True,
-        extra=Extra(name="sglang-teacher", module="sglang", install="make sglang-env", is_there=_has_python),
+        extra=Extra(name="sglang-teacher", module="sglang", install="make sglang-env", is_there=has_environment),
     ),
 }
 
