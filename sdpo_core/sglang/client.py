@@ -23,6 +23,7 @@ from sdpo_core.sglang.wire import (
     GenerateRequest,
     ScoreAnswer,
     ScoreRequest,
+    abort_reason,
     generate_body,
     prefill_body,
     read_generated,
@@ -62,10 +63,10 @@ class ServerInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job(Generic[Answer]):
-    """`read` returns None for an answer that somebody aborted."""
+    """`read` makes an answer of what the server says."""
 
     body: Mapping[str, Any]
-    read: Callable[[Any], Answer | None]
+    read: Callable[[Any], Answer]
     tokens: int
     prompt: tuple[int, ...]
 
@@ -255,9 +256,9 @@ class SglangClient:
         except (UnreachableError, DataError) as error:
             raise CellError(f"{error}. Look at the server's log.") from None
 
-    def _of_these_weights(self, answer: Answer | None) -> Answer | None:
+    def _of_these_weights(self, answer: Answer) -> Answer:
         found = getattr(answer, "weights", None)
-        if answer is not None and self._weights is not None and found != self._weights:
+        if self._weights is not None and found != self._weights:
             raise DataError(
                 f"sglang answer: got one of weights {found!r}, expected {self._weights!r}, the last ones published. "
                 "Nobody else may update a server that samples for a cell."
@@ -337,8 +338,9 @@ class _Batch(Generic[Answer]):
         found: Answer | Failure | BaseException = Failure(reason=self._servers[0].transport.why)
         while server is not None:
             try:
-                answer = job.read(server.transport.call(_GENERATE, body=job.body, name=f"{self._name}-{index}"))
-                found = Failure(reason="sglang: got an aborted request") if answer is None else answer
+                answer = server.transport.call(_GENERATE, body=job.body, name=f"{self._name}-{index}")
+                aborted = abort_reason(answer)
+                found = job.read(answer) if aborted is None else Failure(reason=f"sglang: got an abort ({aborted})")
                 break
             except UnreachableError as error:
                 found = Failure(reason=str(error))

@@ -178,8 +178,14 @@ def score_body(request: ScoreRequest) -> Json:
     }
 
 
-def read_generated(request: GenerateRequest, answer: Any) -> GenerateAnswer | None:
-    """The response sampled for `request`; None when somebody aborted it.
+def abort_reason(answer: Any) -> str | None:
+    """Why the request was ended without its answer; None for one that has it."""
+    finish = _meta(answer).get("finish_reason")
+    return str(finish.get("message")) if isinstance(finish, dict) and finish.get("type") == "abort" else None
+
+
+def read_generated(request: GenerateRequest, answer: Any) -> GenerateAnswer:
+    """The response sampled for `request`.
 
     Raises:
         DataError: it is no answer to this request.
@@ -188,8 +194,6 @@ def read_generated(request: GenerateRequest, answer: Any) -> GenerateAnswer | No
     finish = meta.get("finish_reason")
     if not isinstance(finish, dict):
         raise _unfit(f"finish reason {finish!r}", "a reason")
-    if finish.get("type") == "abort":
-        return None
     try:
         ids = tuple(int(token) for token in answer["output_ids"])
         pairs = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]

@@ -11,7 +11,7 @@ import pytest
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.sglang.client import Failure, SglangClient
 from sdpo_core.sglang.transport import Endpoint, Limits, Transport
-from sdpo_core.sglang.wire import GenerateAnswer, GenerateRequest
+from sdpo_core.sglang.wire import GenerateAnswer, GenerateRequest, ScoreRequest
 from tests.sdpo_core.sglang.proxy import Answerer, Call, Proxy, Reply, as_json, sampled
 
 TOKEN = "bearer-of-tests"
@@ -303,14 +303,19 @@ def test_answer_that_does_not_fit_ends_the_call() -> None:
         client_of(proxy).generate(ask_for(3))
 
 
-def test_aborted_request_is_a_failure() -> None:
+def test_aborted_request_is_a_failure_with_its_reason() -> None:
+    """Of a response as of scores: the table of these is not there then."""
+
     def answer(call: Call) -> Reply:
         found = sampled(call)
-        found["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
+        found["meta_info"]["finish_reason"] = {"type": "abort", "message": "no room"}
         return as_json(found)
 
     with Proxy(answer) as proxy:
-        assert client_of(proxy).generate(ask_for(1)) == (Failure(reason="sglang: got an aborted request"),)
+        client = client_of(proxy)
+        assert client.generate(ask_for(1)) == (Failure(reason="sglang: got an abort (no room)"),)
+        asked = ScoreRequest(prompt_ids=(1,), response_ids=(2, 3), temperature=1.0)
+        assert client.score([asked]) == (Failure(reason="sglang: got an abort (no room)"),)
 
 
 class Weights:

@@ -197,7 +197,7 @@ def test_abort_ends_what_is_under_way(client: SglangClient) -> None:
     client.abort()
     caller.join(20)
     assert time.monotonic() - before < 20
-    assert Failure(reason="sglang: got an aborted request") in found
+    assert any(isinstance(one, Failure) and one.reason.startswith("sglang: got an abort (") for one in found)
     assert len(found) == 48
     assert client.health() == (True,)
 

@@ -13,6 +13,7 @@ from sdpo_core.errors import DataError
 from sdpo_core.sglang.wire import (
     GenerateRequest,
     ScoreRequest,
+    abort_reason,
     generate_body,
     read_generated,
     read_scores,
@@ -94,8 +95,10 @@ def test_response_is_read(ids: list[int], finish: dict[str, Any], kind: str, mat
     assert (answer.weights, answer.cached_tokens) == ("a-1", 2)
 
 
-def test_aborted_response_is_none() -> None:
-    assert read_generated(GENERATE, generated([7], {"type": "abort", "message": "Aborted"})) is None
+def test_abort_has_a_reason_and_an_answer_has_none() -> None:
+    assert abort_reason(generated([7], {"type": "abort", "message": "Aborted"})) == "Aborted"
+    assert abort_reason(generated([7], {"type": "length", "length": 1})) is None
+    assert abort_reason(scored()) is None
 
 
 LENGTH = {"type": "length", "length": 3}
@@ -178,7 +181,7 @@ def _mixed(answer: Any) -> None:
 )
 def test_damaged_response_is_refused(damage: Callable[[Any], None], reason: str) -> None:
     answer = generated([7, 8, 6], LENGTH)
-    assert read_generated(GENERATE, copy.deepcopy(answer)) is not None
+    read_generated(GENERATE, copy.deepcopy(answer))
     damage(answer)
     with pytest.raises(DataError, match=reason):
         read_generated(GENERATE, answer)
