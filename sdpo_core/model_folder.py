@@ -62,6 +62,11 @@ def require_model(folder: Path, *, advice: str) -> None:
         )
 
 
+def architecture(folder: Path) -> str:
+    """What the model in `folder` calls its kind."""
+    return str(read_json(folder / "config.json").get("model_type"))
+
+
 def vocabulary(folder: Path, *, thinking: bool) -> Vocabulary:
     """The vocabulary of a folder; `thinking` as in `TrainingSpec`."""
     text = ChatTokenizer.load(folder, thinking=thinking)

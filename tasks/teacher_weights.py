@@ -7,18 +7,21 @@ from typing import Any
 
 from sdpo_core.algorithm_specs import CheckpointWeights, FolderWeights
 from sdpo_core.backends.base import WeightsAt, WorkerFacts
+from sdpo_core.backends.table import BACKENDS
 from sdpo_core.checkpoint import checkpoint_folder, read_state
 from sdpo_core.errors import CellError, DataError
 from sdpo_core.journal import Journal, Store, read_json
-from sdpo_core.model_folder import Vocabulary, require_model, vocabulary
+from sdpo_core.model_folder import Vocabulary, architecture, require_model, vocabulary
 from sdpo_core.specs import CellSpec
+from sdpo_core.teacher.table import PLACEMENTS
 
 
 def teacher_weights(store: Store, *, spec: CellSpec, declared: Mapping[str, Any]) -> WeightsAt | None:
     """The teacher's model by its declaration; None for an arm without a teacher. `declared`: the cell's `spec.json`.
 
     Raises:
-        DataError: the weights are not there, or their tokenizer is not the student's.
+        DataError: the weights are not there, or their tokenizer is not the student's, or their architecture, where
+            the backend wants it.
         CellError: a checkpoint is damaged.
     """
     teacher = spec.teacher
@@ -38,6 +41,8 @@ def teacher_weights(store: Store, *, spec: CellSpec, declared: Mapping[str, Any]
             at = WeightsAt(folder=student, sha256=str(declared["base_digest"]))
     if at.folder != student:
         _check_vocabulary(student=student, teacher=at.folder, thinking=spec.training.thinking)
+        if PLACEMENTS[spec.teacher_placement].is_on_backend and BACKENDS[spec.backend].has_one_architecture:
+            _check_architecture(student=student, teacher=at.folder, backend=spec.backend)
     return at
 
 
@@ -102,4 +107,14 @@ def _check_vocabulary(*, student: Path, teacher: Path, thinking: bool) -> None:
         raise DataError(
             f"teacher {teacher}: got a tokenizer with other {', '.join(different)} than that of the student {student}, "
             "expected the same: the teacher reads the student's ids. Choose a teacher of the student's family."
+        )
+
+
+def _check_architecture(*, student: Path, teacher: Path, backend: str) -> None:
+    ours, others = architecture(student), architecture(teacher)
+    if ours != others:
+        raise DataError(
+            f"teacher {teacher}: got a model of type {others!r}, expected {ours!r} as that of the student {student}: "
+            f"backend {backend!r} scores for teachers of the student's architecture. Have it served: choose "
+            "teacher_placement 'sglang' in the profile."
         )

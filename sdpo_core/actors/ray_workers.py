@@ -151,7 +151,7 @@ def ray_workers(
     """
     lives = {name: life for name, life in (("teacher", spec.teacher), ("anchor", spec.anchor and ANCHOR)) if life}
     where: dict[str, TeacherPlacement] = {"teacher": spec.teacher_placement, "anchor": "trainer"}
-    layouts = {name: 1 if PLACEMENTS[where[name]].is_one_process else spec.scorer_layout.size for name in lives}
+    layouts = {name: spec.scorer_layout.size if PLACEMENTS[where[name]].is_on_backend else 1 for name in lives}
     sizes = {"student": spec.layout.size, **layouts}
     device = "cuda" if gpus else "cpu"
     at = {"teacher": teacher or WeightsAt(folder=folder), "anchor": WeightsAt(folder=folder)}

@@ -24,13 +24,17 @@ TRANSFORMER_ENGINE = Extra(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendEntry:
-    """`kernels`: those that it has, with what each needs. `switches`: those of `LayoutSpec` that it knows."""
+    """`kernels`: those that it has, with what each needs. `switches`: those of `LayoutSpec` that it knows.
+
+    `has_one_architecture`: its teachers are of the student's.
+    """
 
     module: str
     dtypes: tuple[Dtype, ...]
     kernels: Mapping[str, Extra | None]
     is_on_several_processes: bool = False
     switches: tuple[str, ...] = ()
+    has_one_architecture: bool = False
     extra: Extra | None = None
 
 
@@ -42,6 +46,7 @@ BACKENDS: Mapping[str, BackendEntry] = {
         kernels={"torch": None, "transformer_engine": TRANSFORMER_ENGINE},
         is_on_several_processes=True,
         switches=("sequence", "distributed_optimizer", "recompute", "packed"),
+        has_one_architecture=True,
         extra=MEGATRON,
     ),
 }

@@ -20,24 +20,27 @@ TeacherPlacement = Literal["trainer", "sglang"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementEntry:
-    """`lacks_support`, `lacks_schedule`: what it cannot do, each with the reason. `is_one_process`: on any layout."""
+    """`lacks_support`, `lacks_schedule`: what it cannot do, each with the reason.
+
+    `is_on_backend`: scores with the cell's backend, on its layout; else in one process.
+    """
 
     module: str
     lacks_support: Mapping[Support, str]
     lacks_schedule: Mapping[str, str]
-    is_one_process: bool
+    is_on_backend: bool
     extra: Extra | None = None
 
 
 PLACEMENTS: Mapping[TeacherPlacement, PlacementEntry] = {
     "trainer": PlacementEntry(
-        module="sdpo_core.teacher.in_trainer", lacks_support={}, lacks_schedule={}, is_one_process=False
+        module="sdpo_core.teacher.in_trainer", lacks_support={}, lacks_schedule={}, is_on_backend=True
     ),
     "sglang": PlacementEntry(
         module="sdpo_core.teacher.served",
         lacks_support={"full": "the server gives no hidden states"},
         lacks_schedule={"trust_region": "the server holds one model, not a mixture of two"},
-        is_one_process=True,
+        is_on_backend=False,
         extra=Extra(name="sglang-teacher", module="sglang", install="make sglang-env", is_there=has_environment),
     ),
 }

@@ -177,6 +177,32 @@ def test_damaged_checkpoint_is_named(store: Store, cell_spec: CellSpec) -> None:
         _at(store, _spec(cell_spec, {"kind": "checkpoint", "cell": CELL, "step": 2}))
 
 
+def _as(folder: Path, architecture: str) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "qwen3"', f'"model_type": "{architecture}"'))
+
+
+@pytest.mark.parametrize(
+    ("backend", "placement", "is_refused"),
+    [("megatron", "trainer", True), ("megatron", "sglang", False), ("hf", "trainer", False)],
+)
+def test_teacher_of_another_architecture(
+    store: Store, cell_spec: CellSpec, backend: str, placement: str, is_refused: bool
+) -> None:
+    """One that Megatron-core scores for is of the student's; a server and `hf` take any."""
+    place = store.models / "strong"
+    shutil.copytree(store.bases / "base" / "model", place)
+    changed = {"backend": backend, "engine": "replica", "teacher_placement": placement}
+    spec = _spec(cell_spec, _placed()).model_copy(update=changed)
+    assert _at(store, spec).folder == place
+    _as(place, "llama")
+    if not is_refused:
+        assert _at(store, spec).folder == place
+        return
+    with pytest.raises(DataError, match=r"got a model of type 'llama', expected 'qwen3' .* teacher_placement 'sglang'"):
+        _at(store, spec)
+
+
 def _another_token(folder: Path) -> None:
     """Ids of the same number, of which one means another token."""
     text = (folder / "tokenizer.json").read_text()
