@@ -6,6 +6,7 @@ device (`placement`).
 """
 
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -33,6 +34,7 @@ from sdpo_core.backends.base import (
 from sdpo_core.cell import Workers
 from sdpo_core.records import Rollout
 from sdpo_core.rollout.base import RolloutRequest, Sampling
+from sdpo_core.rollout.table import LIVE
 from sdpo_core.specs import CellSpec
 from sdpo_core.teacher.base import HasWeights, Teacher
 from sdpo_core.teacher.schedule import commit_rate
@@ -159,6 +161,7 @@ def ray_workers(
         if scratch is not None:
             # Entered first, so that it is done when no process reads them any more.
             stack.callback(remove_weights, scratch / "teacher")
+            stack.callback(shutil.rmtree, scratch / "student" / LIVE, ignore_errors=True)
         places = stack.enter_context(placed(sizes, gpus=gpus))
         start = partial(worker_processes, device=device, environment=_thread_environment(spec))
         make_student = partial(

@@ -18,7 +18,7 @@ from sdpo_core.rendezvous import patient_group
 from sdpo_core.rollout.base import RolloutRequest, Sampling
 from sdpo_core.rollout.publish import RESPONSE_TOKENS, canary_rows, publish
 from sdpo_core.rollout.sglang_servers import Servers, visible_gpus
-from sdpo_core.sglang.client import Failure
+from sdpo_core.sglang.batch import Failure
 from sdpo_core.sglang.transport import Limits
 from sdpo_core.sglang.wire import GenerateAnswer, GenerateRequest
 from sdpo_core.specs import CellSpec
@@ -50,7 +50,7 @@ def load_engine(
     gpus = visible_gpus(group) if device.startswith("cuda") else ()
     servers = None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        servers = Servers(spec, text=text, folder=folder, device=device, gpus=gpus, logs=scratch, limits=limits)
+        servers = Servers(spec, text=text, folder=folder, device=device, gpus=gpus, kept=scratch, limits=limits)
     return SglangEngine(policy, spec=spec, text=text, servers=servers, group=group)
 
 

@@ -12,16 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch.distributed as dist
 
 from sdpo_core.errors import CellError, SpecError
-from sdpo_core.rollout.publish import TOLERANCES, Publication, check_canary
+from sdpo_core.rollout.publish import RESPONSE_TOKENS, TOLERANCES, Publication, check_canary
 from sdpo_core.rollout.sglang_weights import make_weight_path
+from sdpo_core.rollout.table import LIVE
 from sdpo_core.sglang.address import external_servers
-from sdpo_core.sglang.client import Failure, SglangClient
+from sdpo_core.sglang.batch import Failure
+from sdpo_core.sglang.client import SglangClient
 from sdpo_core.sglang.server import ManagedServer, ServerSpec
 from sdpo_core.sglang.transport import Endpoint, Limits
-from sdpo_core.sglang.wire import ScoreAnswer, ScoreRequest
+from sdpo_core.sglang.wire import GenerateRequest, ScoreAnswer, ScoreRequest
 from sdpo_core.specs import CellSpec
 from sdpo_core.text import ChatTokenizer
 
@@ -35,7 +38,7 @@ _GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 class Servers:
     """Several with the same weights, started here unless SDPO_SGLANG_URL names others.
 
-    `close` ends those that were started here, as the process's end does. `gpus`: where they start, in turn. `logs`: a
+    `close` ends those that were started here, as the process's end does. `gpus`: where they start, in turn. `kept`: a
     folder for what they print, which goes with them otherwise. `limits`: of the client's patience.
     """
 
@@ -46,7 +49,7 @@ class Servers:
         text: ChatTokenizer,
         folder: Path,
         device: str,
-        logs: Path | None = None,
+        kept: Path | None = None,
         gpus: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> None:
@@ -55,11 +58,18 @@ class Servers:
         self._published: Publication | None = None
         self._restarts = 0
         self._is_asleep = False
+        self._is_ended = False
         external = external_servers()
-        self.scratch = Path(tempfile.mkdtemp(prefix="sdpo-sglang-"))
-        self.managed = () if external else self._make(folder, device=device, gpus=gpus, logs=logs)
-        self.close = weakref.finalize(self, _close, self.managed, self.scratch)
+        place = kept or Path(tempfile.mkdtemp(prefix="sdpo-sglang-"))
+        self.scratch = place / LIVE
+        managed: list[ManagedServer] = []
+        self.close = weakref.finalize(self, _close, managed, place if kept is None else self.scratch)
         try:
+            # Of a run that was killed.
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.mkdir(parents=True)
+            managed += () if external else self._make(folder, device=device, gpus=gpus, place=place)
+            self.managed = tuple(managed)
             self._path = make_weight_path(spec, folder=self.scratch / "weights", is_managed=not external)
             with ThreadPoolExecutor(max(1, len(self.managed))) as pool:
                 list(pool.map(ManagedServer.start, self.managed))
@@ -86,9 +96,12 @@ class Servers:
             CellError: the canary shows that one has not taken them, or cannot be brought back.
         """
         self._path.hold(publication.weights)
+        is_first = self._published is None
         # What is sent again is the path's; the weights need no second place in memory.
         self._published = replace(publication, weights={})
         self._send()
+        if is_first:
+            self._check_temperature()
 
     def bring_back(self, reason: str) -> bool:
         """Start those of ours again that do not generate, with the weights published last; whether there was one.
@@ -120,6 +133,7 @@ class Servers:
             _log.warning("ends servers that do not sleep: %s", error)
             for server in self.managed:
                 server.stop()
+            self._is_ended = True
 
     def wake(self) -> None:
         """Give them memory and the weights published last; nothing happens when they are awake.
@@ -130,7 +144,7 @@ class Servers:
         if self._is_asleep:
             self._send()
 
-    def _make(self, folder: Path, *, device: str, gpus: Sequence[str], logs: Path | None) -> tuple[ManagedServer, ...]:
+    def _make(self, folder: Path, *, device: str, gpus: Sequence[str], place: Path) -> tuple[ManagedServer, ...]:
         kind: Literal["cpu", "cuda"] = "cuda" if device.startswith("cuda") else "cpu"
         server = ServerSpec(
             model=_served_folder(folder, self.scratch / "base", end_id=self._text.end_id),
@@ -147,7 +161,7 @@ class Servers:
         return tuple(
             ManagedServer(
                 replace(server, environment=gpu_environment(index, gpus=gpus)),
-                folder=(logs or self.scratch) / f"server-{index}",
+                folder=place / f"server-{index}",
             )
             for index in range(self._spec.sglang.replicas)
         )
@@ -171,11 +185,42 @@ class Servers:
                     "Start it with --enable-memory-saver, or change `sglang` in the profile."
                 )
 
+    def _check_temperature(self) -> None:
+        """A server may be told to give the log-probabilities of what it samples at temperature 1, whatever it is."""
+        temperature, vocab = self._spec.training.temperature, self._text.vocab_size
+        prompt = tuple(index % vocab for index in range(RESPONSE_TOKENS))
+        asked = GenerateRequest(
+            prompt_ids=prompt,
+            seed=0,
+            temperature=temperature,
+            max_new_tokens=RESPONSE_TOKENS,
+            end_id=self._text.end_id,
+        )
+        for index in range(self.client.num_servers):
+            where = f"sglang engine, server {index}"
+            (sampled,) = self.client.generate([asked], server=index)
+            if isinstance(sampled, Failure):
+                raise CellError(f"{where}: got no response ({sampled.reason}), expected one. Look at its log.")
+            again = ScoreRequest(prompt_ids=prompt, response_ids=sampled.response_ids, temperature=temperature)
+            (score,) = self.client.score([again], server=index)
+            if isinstance(score, Failure):
+                raise CellError(f"{where}: got no score ({score.reason}), expected one. Look at its log.")
+            gap = float(np.abs(sampled.logps - score.logps).max())
+            if not gap <= TOLERANCES[self._spec.dtype]:
+                raise SpecError(
+                    f"{where}: got a response whose log-probabilities are {gap:.3g} nats off its scores at temperature "
+                    f"{temperature:g}, expected {TOLERANCES[self._spec.dtype]:g} at most. Start it without "
+                    "SGLANG_RETURN_ORIGINAL_LOGPROB."
+                )
+
     def _send(self) -> None:
         """Give every server the published weights, until the canary shows that each has them."""
         published = self._published
         if published is None:
             return
+        if self._is_ended:
+            self._restart(self.managed)
+            self._is_ended = False
         while True:
             try:
                 if self._is_asleep:
@@ -219,11 +264,14 @@ class Servers:
                 f"sglang engine: got {self._restarts} servers that had died or hung, the last with: {reason} "
                 f"({dead[0].last_words()}), expected at most {_MAX_RESTARTS} in a cell. Read {dead[0].log_path}."
             )
-        with ThreadPoolExecutor(max(1, len(dead))) as pool:
-            list(pool.map(ManagedServer.restart, dead))
         if dead:
-            self.client.use(self._endpoints())
+            self._restart(dead)
         return bool(dead)
+
+    def _restart(self, servers: Sequence[ManagedServer]) -> None:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(ManagedServer.restart, servers))
+        self.client.use(self._endpoints())
 
 
 def visible_gpus(group: dist.ProcessGroup | None) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from sdpo_core.backends.base import Policy
     from sdpo_core.rollout.base import RolloutEngine
 
+# A folder of an engine's scratch that goes with the cell.
+LIVE = "live"
+
 # How far the same weights and seeds give the same rollouts again.
 Repeatability = Literal["exact", "up to rounding", "not repeatable"]
 
@@ -51,7 +54,7 @@ class EngineModule(Protocol):
     """What an engine module offers.
 
     `policy` is the student whose weights it samples with, `folder` the base it started from, `device` torch's name,
-    `scratch` a folder for logs that stay.
+    `scratch` a folder for logs that stay; what the engine puts below LIVE there is removed when the cell ends.
     """
 
     def load_engine(

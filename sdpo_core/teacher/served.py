@@ -27,7 +27,8 @@ from sdpo_core.backends.memory import memory_kind, resident_peak_bytes
 from sdpo_core.backends.weight_files import read_weights
 from sdpo_core.errors import CellError, DataError, SpecError
 from sdpo_core.journal import read_json, write_json
-from sdpo_core.sglang.client import Failure, SglangClient
+from sdpo_core.sglang.batch import Failure
+from sdpo_core.sglang.client import SglangClient
 from sdpo_core.sglang.server import ManagedServer, ServerSpec
 from sdpo_core.sglang.transport import Endpoint, Limits
 from sdpo_core.sglang.wire import ScoreAnswer, ScoreRequest

@@ -334,6 +334,30 @@ def test_server_that_is_not_what_the_cell_asks_for_is_refused(
         over(proxy.url)
 
 
+def test_server_that_samples_at_another_temperature_than_it_says_is_refused(
+    over: Callable[..., SglangEngine], shared_server: ManagedServer
+) -> None:
+    """As SGLang does with SGLANG_RETURN_ORIGINAL_LOGPROB: its log-probabilities are those at 1."""
+    through = ask(endpoint_of(shared_server))
+
+    def answer(call: Call) -> Reply:
+        reply = through(call)
+        if call.path != "/generate" or "sampling_seed" not in call.body["sampling_params"]:
+            return reply
+        return replace(reply, body=re.sub(rb'"output_token_logprobs": ?\[\[-', _tenfold, reply.body))
+
+    with (
+        Proxy(answer) as proxy,
+        pytest.raises(SpecError, match=r"server 0: got a response whose log-probabilities are"),
+    ):
+        over(proxy.url).generate(requests(2), sampling=SAMPLING)
+
+
+def _tenfold(found: "re.Match[bytes]") -> bytes:
+    """The first log-probability one digit longer."""
+    return found.group() + b"1"
+
+
 def test_server_that_does_not_start_leaves_nothing(
     policy: ModelPolicy, base: Base, cell_spec: CellSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -238,10 +238,11 @@ def test_server_that_died_or_hung_asleep_is_started_again(
 
 
 def test_server_that_does_not_fall_asleep_is_ended_and_started_again(engine: SglangEngine) -> None:
-    """Its memory is free all the same."""
-    expected = engine.generate(requests(), sampling=SAMPLING)
+    """Its memory is free all the same, and the restart is none of those that a cell may have."""
+    expected, counted = engine.generate(requests(), sampling=SAMPLING), servers(engine)._restarts
     servers(engine).wake()
     process(engine, "scheduler").send_signal(signal.SIGSTOP)
     servers(engine).sleep()
     assert servers(engine).managed[0].processes() == ()
     assert ids(engine.generate(requests(), sampling=SAMPLING)) == ids(expected)
+    assert servers(engine)._restarts == counted

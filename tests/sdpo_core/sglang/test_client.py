@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from sdpo_core.errors import CellError, DataError, SpecError
-from sdpo_core.sglang.client import Failure, SglangClient
+from sdpo_core.sglang.batch import Failure
+from sdpo_core.sglang.client import SglangClient
 from sdpo_core.sglang.transport import Endpoint, Limits, Transport
 from sdpo_core.sglang.wire import GenerateAnswer, GenerateRequest, ScoreRequest
 from tests.sdpo_core.sglang.proxy import Answerer, Call, Proxy, Reply, as_json, sampled

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sdpo_core.errors import DataError
-from sdpo_core.sglang.client import Failure, SglangClient
+from sdpo_core.sglang.batch import Failure
+from sdpo_core.sglang.client import SglangClient
 from sdpo_core.sglang.server import ManagedServer, ServerSpec
 from sdpo_core.sglang.transport import Endpoint, Limits
 from sdpo_core.sglang.wire import GenerateAnswer, GenerateRequest, ScoreAnswer, ScoreRequest
