@@ -73,7 +73,7 @@ def meet_nobody(rank: int, meeting: Meeting) -> None:
 
 def test_patient_group_waits_beyond_the_limit_of_the_others() -> None:
     assert patient_group() is None
-    with hosted_meeting("student", size=2, timeout=timedelta(seconds=4)) as meeting:
+    with hosted_meeting("student", size=2, timeout=timedelta(seconds=10)) as meeting:
         spawn(wait_for_the_first, args=(meeting,), nprocs=2)
 
 
@@ -83,7 +83,7 @@ def wait_for_the_first(rank: int, meeting: Meeting) -> None:
     group = patient_group()
     found = ["late" if rank == 0 else ""]
     if rank == 0:
-        time.sleep(6.0)
+        time.sleep(12.0)
     dist.broadcast_object_list(found, src=0, group=group)
     assert found == ["late"]
     assert set(listeners()) == {"127.0.0.1"}
