@@ -23,8 +23,8 @@ def load_engine(
     *,
     policy: Policy,
     folder: Path,
-    device: str,  # noqa: ARG001
-    scratch: Path | None = None,  # noqa: ARG001
+    device: str,  # noqa: ARG001 -- the policy's
+    scratch: Path | None = None,  # noqa: ARG001 -- it keeps no log
 ) -> "LocalEngine":
     """The engine that samples with the very weights `policy` trains."""
     if not isinstance(policy, ModelPolicy) or not isinstance(policy.model, HfModel):

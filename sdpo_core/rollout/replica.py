@@ -28,7 +28,7 @@ def load_engine(
     policy: Policy,
     folder: Path,
     device: str,
-    scratch: Path | None = None,  # noqa: ARG001
+    scratch: Path | None = None,  # noqa: ARG001 -- it keeps no log
 ) -> "ReplicaEngine":
     """An engine that holds a copy of the weights `policy` trains."""
     text, dtype = ChatTokenizer.load(folder), getattr(torch, spec.dtype)

@@ -20,7 +20,7 @@ from sdpo_core.rollout.publish import RESPONSE_TOKENS, TOLERANCES, Publication, 
 from sdpo_core.rollout.sglang_weights import make_weight_path
 from sdpo_core.rollout.table import LIVE
 from sdpo_core.sglang.address import external_servers
-from sdpo_core.sglang.batch import Failure
+from sdpo_core.sglang.batch import Answer, Failure
 from sdpo_core.sglang.client import SglangClient
 from sdpo_core.sglang.server import ManagedServer, ServerSpec
 from sdpo_core.sglang.transport import Endpoint, Limits
@@ -198,13 +198,9 @@ class Servers:
         )
         for index in range(self.client.num_servers):
             where = f"sglang engine, server {index}"
-            (sampled,) = self.client.generate([asked], server=index)
-            if isinstance(sampled, Failure):
-                raise CellError(f"{where}: got no response ({sampled.reason}), expected one. Look at its log.")
+            (sampled,) = _answered(self.client.generate([asked], server=index), where=where)
             again = ScoreRequest(prompt_ids=prompt, response_ids=sampled.response_ids, temperature=temperature)
-            (score,) = self.client.score([again], server=index)
-            if isinstance(score, Failure):
-                raise CellError(f"{where}: got no score ({score.reason}), expected one. Look at its log.")
+            (score,) = _answered(self.client.score([again], server=index), where=where)
             gap = float(np.abs(sampled.logps - score.logps).max())
             if not gap <= TOLERANCES[self._spec.dtype]:
                 raise SpecError(
@@ -245,14 +241,10 @@ class Servers:
             ScoreRequest(prompt_ids=row.prompt_ids, response_ids=row.response_ids, temperature=temperature)
             for row in published.canary
         ]
-        scores = []
-        for index in range(self.client.num_servers):
-            answers = self.client.score(requests, server=index)
-            failed = [answer.reason for answer in answers if isinstance(answer, Failure)]
-            if failed:
-                raise CellError(f"sglang engine: got no canary from server {index} ({failed[0]}), expected its scores.")
-            scores.append([answer for answer in answers if isinstance(answer, ScoreAnswer)])
-        return scores
+        return [
+            _answered(self.client.score(requests, server=index), where=f"sglang engine, server {index}")
+            for index in range(self.client.num_servers)
+        ]
 
     def _restart_dead(self, reason: str) -> bool:
         """They hold the base then."""
@@ -272,6 +264,14 @@ class Servers:
         with ThreadPoolExecutor(len(servers)) as pool:
             list(pool.map(ManagedServer.restart, servers))
         self.client.use(self._endpoints())
+
+
+def _answered(answers: Sequence[Answer | Failure], *, where: str) -> list[Answer]:
+    """All of them, or a CellError with the first reason."""
+    failed = [answer.reason for answer in answers if isinstance(answer, Failure)]
+    if failed:
+        raise CellError(f"{where}: got no answer to the canary ({failed[0]}), expected one. Look at its log.")
+    return [answer for answer in answers if not isinstance(answer, Failure)]
 
 
 def visible_gpus(group: dist.ProcessGroup | None) -> tuple[str, ...]:

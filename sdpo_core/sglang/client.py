@@ -138,8 +138,7 @@ class SglangClient:
         Raises:
             CellError: of `send`, when it has ended for all of them.
         """
-        weights, once = f"{self._run}-{version}", replace(self._limits, attempts=1)
-        transports = [Transport(server.transport.endpoint, limits=once, seed=self._seed) for server in self._servers]
+        weights, transports = f"{self._run}-{version}", self._transports(replace(self._limits, attempts=1))
         with ThreadPoolExecutor(len(transports)) as pool:
             sent = [pool.submit(send, transport, weights) for transport in transports]
         for one in sent:
@@ -207,16 +206,17 @@ class SglangClient:
 
     def _ask_each(self, path: str, *, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> list[Any]:
         """`seconds`: longest that an attempt waits for the answer, that of /health where nothing is said."""
-        limits = replace(self._limits, read_seconds=seconds or self._limits.health_seconds)
-        for server in self._servers:
-            server.transport.take_up()
-        transports = [Transport(one.transport.endpoint, limits=limits, seed=self._seed) for one in self._servers]
+        transports = self._transports(replace(self._limits, read_seconds=seconds or self._limits.health_seconds))
         with ThreadPoolExecutor(len(transports)) as pool:
             asked = [pool.submit(transport.call, path, body=body) for transport in transports]
         try:
             return [call.result() for call in asked]
         except (UnreachableError, DataError) as error:
             raise CellError(f"{error}. Look at the server's log.") from None
+
+    def _transports(self, limits: Limits) -> list[Transport]:
+        """To every server, whether it is given up or not."""
+        return [Transport(server.transport.endpoint, limits=limits, seed=self._seed) for server in self._servers]
 
     def _of_these_weights(self, answer: Answer) -> Answer:
         found = getattr(answer, "weights", None)

@@ -53,7 +53,7 @@ def main(flags: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    import sglang.srt.entrypoints.http_server  # noqa: F401
+    import sglang.srt.entrypoints.http_server  # noqa: F401 -- so that its modules are frozen, and forked
 
     gc.freeze()
     gc.enable()

@@ -26,7 +26,7 @@ class Sleeper:
         """Before SGLang puts the buffers back."""
         for storage, size in self._freed:
             storage.resize_(size)
-            storage.fill_(0)  # type: ignore[attr-defined]
+            storage.fill_(0)  # type: ignore[attr-defined] # torch does not declare it
         self._freed = []
 
 

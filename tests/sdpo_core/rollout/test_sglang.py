@@ -4,6 +4,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from sdpo_core.rollout.sglang import SglangEngine, load_engine
 from sdpo_core.rollout.sglang_servers import Servers, _served_folder
 from sdpo_core.sglang.client import SglangClient
 from sdpo_core.sglang.server import ManagedServer
-from sdpo_core.sglang.transport import Endpoint
+from sdpo_core.sglang.transport import Endpoint, Limits
 from sdpo_core.specs import CellSpec, OptimizerSpec
 from tests.sdpo_core.backends.test_hf import WeighedSurprise, train_rows
 from tests.sdpo_core.micro import Base, load_model, make_spec
@@ -59,6 +60,15 @@ def servers(engine: SglangEngine) -> Servers:
     """Those of an engine that is alone, or process 0 of several."""
     assert engine.servers is not None
     return engine.servers
+
+
+@contextmanager
+def trained_engine(spec: CellSpec, *, policy: ModelPolicy, base: Base, limits: Limits) -> Iterator[SglangEngine]:
+    """An engine over servers of its own, which start with other weights than the policy has by then."""
+    engine = load_engine(spec, policy=policy, folder=base.folder, device="cpu", limits=limits)
+    train(policy)
+    yield engine
+    servers(engine).close()
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ from sdpo_core.sglang.wire import ScoreAnswer, ScoreRequest
 from sdpo_core.specs import CellSpec, SglangSpec, WeightsBy
 from tests.sdpo_core.micro import Base, load_model, make_spec
 from tests.sdpo_core.rollout.test_local import requests
-from tests.sdpo_core.rollout.test_sglang import endpoint_of, make_policy, servers, train
+from tests.sdpo_core.rollout.test_sglang import endpoint_of, make_policy, servers, train, trained_engine
 from tests.sdpo_core.sglang.asking import Ask, Oracle
+from tests.sdpo_core.sglang.families import member
 
 pytestmark = pytest.mark.sglang
 
@@ -212,15 +213,8 @@ def policy(base: Base) -> ModelPolicy:
 def pair(base: Base, policy: ModelPolicy, cell_spec: CellSpec) -> Iterator[SglangEngine]:
     """An engine with two servers of its own, which have its weights by a group."""
     spec = spec_by(cell_spec, "gloo", replicas=2)
-    engine = load_engine(spec, policy=policy, folder=base.folder, device="cpu", limits=LIMITS)
-    train(policy)
-    yield engine
-    servers(engine).close()
-
-
-def scheduler(engine: SglangEngine, index: int) -> psutil.Process:
-    (found,) = [one for one in servers(engine).managed[index].processes() if "scheduler" in " ".join(one.cmdline())]
-    return found
+    with trained_engine(spec, policy=policy, base=base, limits=LIMITS) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -237,7 +231,7 @@ def test_server_that_dies_or_hangs_in_an_update_starts_again_and_gets_it(
         with lock:
             sent[0] += 1
             if sent[0] == 5:
-                scheduler(pair, 1).send_signal(number)
+                member(servers(pair).managed[1].processes(), "scheduler").send_signal(number)
         real(group, tensor)
 
     monkeypatch.setattr(module, "_broadcast", strike)

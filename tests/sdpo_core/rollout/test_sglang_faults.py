@@ -23,7 +23,8 @@ from sdpo_core.sglang.transport import Limits
 from sdpo_core.specs import CellSpec
 from tests.sdpo_core.micro import Base, make_spec
 from tests.sdpo_core.rollout.test_local import requests
-from tests.sdpo_core.rollout.test_sglang import make_policy, servers, train
+from tests.sdpo_core.rollout.test_sglang import make_policy, servers, train, trained_engine
+from tests.sdpo_core.sglang.families import member
 
 pytestmark = pytest.mark.sglang
 
@@ -40,10 +41,8 @@ def policy(base: Base) -> ModelPolicy:
 @pytest.fixture(scope="module")
 def engine(base: Base, policy: ModelPolicy, cell_spec: CellSpec) -> Iterator[SglangEngine]:
     """Its weights are not those that its server starts with."""
-    engine = load_engine(make_spec(cell_spec), policy=policy, folder=base.folder, device="cpu", limits=LIMITS)
-    train(policy)
-    yield engine
-    servers(engine).close()
+    with trained_engine(make_spec(cell_spec), policy=policy, base=base, limits=LIMITS) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -52,12 +51,7 @@ def asked() -> list[RolloutRequest]:
 
 
 def process(engine: SglangEngine, name: str) -> psutil.Process:
-    """The guard's child serves HTTP; the scheduler names itself."""
-    _, http, *others = servers(engine).managed[0].processes()
-    if name == "http":
-        return http
-    (found,) = [one for one in others if name in " ".join(one.cmdline())]
-    return found
+    return member(servers(engine).managed[0].processes(), name)
 
 
 def sample_under(

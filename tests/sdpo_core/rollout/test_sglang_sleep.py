@@ -21,7 +21,8 @@ from sdpo_core.sglang.wire import GenerateRequest, ScoreRequest
 from sdpo_core.specs import CellSpec, SglangSpec
 from tests.sdpo_core.micro import Base, make_spec
 from tests.sdpo_core.rollout.test_local import END, requests
-from tests.sdpo_core.rollout.test_sglang import endpoint_of, make_policy, servers, train
+from tests.sdpo_core.rollout.test_sglang import endpoint_of, make_policy, servers, train, trained_engine
+from tests.sdpo_core.sglang.families import member
 from tests.sdpo_core.sglang.proxy import Call, Proxy, Reply, ask
 
 pytestmark = pytest.mark.sglang
@@ -45,17 +46,12 @@ def policy(base: Base) -> ModelPolicy:
 @pytest.fixture(scope="module")
 def engine(base: Base, policy: ModelPolicy, cell_spec: CellSpec) -> Iterator[SglangEngine]:
     """Its weights are not those that its server starts with."""
-    engine = load_engine(sleeping(cell_spec), policy=policy, folder=base.folder, device="cpu", limits=LIMITS)
-    train(policy)
-    yield engine
-    servers(engine).close()
+    with trained_engine(sleeping(cell_spec), policy=policy, base=base, limits=LIMITS) as engine:
+        yield engine
 
 
 def process(engine: SglangEngine, name: str) -> psutil.Process:
-    """The guard's child serves HTTP; the scheduler names itself."""
-    _, http, *others = servers(engine).managed[0].processes()
-    (scheduler,) = [one for one in others if "scheduler" in " ".join(one.cmdline())]
-    return {"http": http, "scheduler": scheduler}[name]
+    return member(servers(engine).managed[0].processes(), name)
 
 
 def memory(engine: SglangEngine) -> int:

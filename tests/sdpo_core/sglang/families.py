@@ -1,7 +1,7 @@
 """Processes that a test starts to be killed, and whether they are gone."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import psutil
 
@@ -19,3 +19,12 @@ def _runs(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def member(processes: Sequence[psutil.Process], name: str) -> psutil.Process:
+    """Of a server's processes, its guard first: "http" is the guard's child, "scheduler" names itself."""
+    _, http, *others = processes
+    if name == "http":
+        return http
+    (found,) = [one for one in others if name in "".join(one.cmdline()[:1])]
+    return found

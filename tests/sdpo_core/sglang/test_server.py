@@ -20,7 +20,7 @@ import pytest
 from sdpo_core.errors import CellError, SpecError
 from sdpo_core.sglang.server import ManagedServer, ServerSpec, find_python, reserve_port
 from tests.sdpo_core.sglang.asking import Ask, Oracle, answer
-from tests.sdpo_core.sglang.families import gone_within
+from tests.sdpo_core.sglang.families import gone_within, member
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -41,11 +41,6 @@ server.start()
 print(*[process.pid for process in server.processes()], flush=True)
 time.sleep(600)
 """
-
-
-def scheduler_of(server: ManagedServer) -> psutil.Process:
-    (found,) = [process for process in server.processes() if "scheduler" in "".join(process.cmdline()[:1])]
-    return found
 
 
 def assert_scores(server: ManagedServer, spec: ServerSpec) -> None:
@@ -180,7 +175,7 @@ def test_only_this_machine_can_reach_it(own: ManagedServer) -> None:
 
 def test_killed_scheduler_is_noticed_and_a_restart_serves_again(own: ManagedServer, server_spec: ServerSpec) -> None:
     pids = [process.pid for process in own.processes()]
-    scheduler_of(own).kill()
+    member(own.processes(), "scheduler").kill()
     assert gone_within(pids[:1], seconds=20) == []
     assert not own.is_alive()
     assert gone_within(pids, seconds=1) == []
@@ -191,7 +186,7 @@ def test_killed_scheduler_is_noticed_and_a_restart_serves_again(own: ManagedServ
 
 def test_hanging_scheduler_is_ended_all_the_same(own: ManagedServer) -> None:
     pids = [process.pid for process in own.processes()]
-    scheduler_of(own).send_signal(signal.SIGSTOP)
+    member(own.processes(), "scheduler").send_signal(signal.SIGSTOP)
     own.stop()
     assert gone_within(pids, seconds=1) == []
     assert not own.is_alive()

@@ -145,9 +145,3 @@ def _is_running(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def scheduler_of(processes: Sequence[psutil.Process]) -> psutil.Process:
-    """The one of a server that runs its model."""
-    (found,) = [process for process in processes if "scheduler" in "".join(process.cmdline()[:1])]
-    return found

@@ -18,6 +18,7 @@ from sdpo_core.rollout.publish import publish
 from sdpo_core.specs import CellSpec
 from sdpo_core.workers import TeacherWorker
 from tests.sdpo_core.micro import Base, load_model
+from tests.sdpo_core.sglang.families import member
 from tests.sdpo_core.teacher.serving import (
     IMPATIENT,
     TOLERANCE,
@@ -27,7 +28,6 @@ from tests.sdpo_core.teacher.serving import (
     questions,
     rows,
     running,
-    scheduler_of,
     scorer_of,
     served_teacher,
     static_spec,
@@ -180,7 +180,7 @@ def test_server_comes_back_with_the_weights_it_had_or_not_at_all(
         assert served.facts().weights_sha256 == digest
         scorer = scorer_of(served)
         before = scorer.server.processes()
-        scheduler_of(before).suspend()
+        member(before, "scheduler").suspend()
         assert largest_gap(served.score(asked, support="union", top_k=K), wanted) <= TOLERANCE
         assert running(before) == []
 

@@ -15,11 +15,11 @@ from sdpo_core.records import Problem, Verdict
 from sdpo_core.specs import CellSpec
 from sdpo_core.workers import StudentWorker, TeacherWorker
 from tests.sdpo_core.micro import Base, grade_first_letter, make_cell, make_spec, plain_workers
+from tests.sdpo_core.sglang.families import member
 from tests.sdpo_core.teacher.serving import (
     IMPATIENT,
     largest_change,
     running,
-    scheduler_of,
     scorer_of,
     served_spec,
     served_teacher,
@@ -62,7 +62,7 @@ def test_cell_trains_as_with_its_teacher_in_the_trainer(cell_spec: CellSpec, bas
         before = scorer_of(teacher).server.processes()
 
         # 6 answers to dev before the first step, 6 rollouts a step, and 6 answers to dev after the second.
-        grade = at_grade(6 + 2 * 6 + 6 + 1, scheduler_of(before).kill)
+        grade = at_grade(6 + 2 * 6 + 6 + 1, member(before, "scheduler").kill)
         make_cell(spec, journal=journals["sglang"], workers=workers, text=base.text, grade=grade).run()
         after = scorer_of(teacher).server.processes()
         assert {process.pid for process in before}.isdisjoint(process.pid for process in after)
